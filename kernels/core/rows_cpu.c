@@ -51,3 +51,43 @@ void rows_store(void *row, const float *tile, int64_t begin, int64_t end, hr_dty
      : dtype == HR_BF16 ? CPU_BEST(store_bf16)
                         : CPU_BEST(store_f16))(&c, begin, end);
 }
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+/* Streams from `from` on as many vectors of `width` elements as there are, and stores the rest. */
+#define STREAM(name, target, width, load, stream)                    \
+    target static void name(void *context, int64_t from, int64_t to) \
+    {                                                                \
+        const conversion *const c = (const conversion *)context;     \
+        float *const row = (float *)c->row;                          \
+        for (; to - from >= (width); from += (width))                \
+            stream(row + from, load(c->tile + from));                \
+        for (; from < to; from++)                                    \
+            row[from] = c->tile[from];                               \
+    }
+
+STREAM(stream_baseline, , 4, _mm_loadu_ps, _mm_stream_ps)
+STREAM(stream_avx2, CPU_AVX2, 8, _mm256_loadu_ps, _mm256_stream_ps)
+STREAM(stream_avx512, CPU_AVX512, 16, _mm512_loadu_ps, _mm512_stream_ps)
+
+void rows_stream(float *to, const float *tile, int64_t n)
+{
+    static const hr_range_fn variants[] = {stream_baseline, stream_avx2, stream_avx512,
+                                           stream_avx512};
+    conversion c = {to, (float *)(uintptr_t)tile};
+    variants[runtime_cpu_level()](&c, 0, n);
+}
+
+void rows_streamed(void)
+{
+    _mm_sfence();
+}
+#else
+void rows_stream(float *to, const float *tile, int64_t n)
+{
+    memcpy(to, tile, (size_t)n * sizeof *to);
+}
+
+void rows_streamed(void) {}
+#endif

@@ -21,6 +21,26 @@ HR_INLINE void *row_at(const hr_rows *rows, int64_t row, hr_dtype dtype)
 void rows_load(float *tile, const void *row, int64_t begin, int64_t end, hr_dtype dtype);
 void rows_store(void *row, const float *tile, int64_t begin, int64_t end, hr_dtype dtype);
 
+/* Results of as many bytes, in rows of as many columns, are written past the caches: they would not
+ * stay there until they are read, and a core would first read each line of memory that it writes.
+ * Shorter rows gain nothing, because a core then turns from reads to writes too often. */
+#define STREAMED_BYTES (16 << 20)
+#define STREAMED_COLS  4096
+
+/* Whether a result is streamed. `in` is what it may take the place of. */
+HR_INLINE int rows_are_streamed(const hr_rows *out, const hr_rows *in, int64_t rows, int64_t cols,
+                                hr_dtype dtype)
+{
+    return dtype == HR_F32 && cols >= STREAMED_COLS && rows * cols * 4 >= STREAMED_BYTES &&
+           out->data && out->data != in->data &&
+           ((uintptr_t)out->data | (uintptr_t)(out->stride * 4)) % 64 == 0;
+}
+
+/* Writes a tile of `n` elements past the caches, to an address that is a multiple of 64. A thread that
+ * does so calls rows_streamed() before others read. */
+void rows_stream(float *to, const float *tile, int64_t n);
+void rows_streamed(void);
+
 /* Asks for the tile after that at j0, of this row or of the next, so that it comes from memory while
  * this one is computed on. */
 HR_INLINE void tile_prefetch(const void *row, int64_t j0, hr_dtype dtype)

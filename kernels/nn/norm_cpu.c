@@ -15,7 +15,7 @@
 /* Some columns of weight and bias, ready for use. */
 typedef struct ready_weights {
     int64_t first, count;
-    float weight[KEPT], bias[KEPT];
+    _Alignas(64) float weight[KEPT], bias[KEPT];
 } ready_weights;
 
 /* The columns from j on: all columns at once if they fit, which later calls find there. */
@@ -69,7 +69,7 @@ static void row_add(const norm_args *a, int64_t row)
         const int n = tile_size(a, j);
         norm_tile t = {.x = tile_in(left, row_at(&a->x, row, dtype), j, n, dtype),
                        .dsum = tile_in(right, row_at(&a->residual, row, dtype), j, n, dtype)};
-        RUN_INTO(add, &t, row_at(&a->sum, row, dtype), j, n, dtype);
+        RUN_INTO(add, &t, row_at(&a->sum, row, dtype), j, n, dtype, 0);
     }
 }
 
@@ -78,6 +78,7 @@ static void forward_row(const norm_args *a, int64_t row, ready_weights *w)
     const hr_dtype dtype = a->config.dtype;
     const void *const x = row_at(a->sum.data ? &a->sum : &a->x, row, dtype);
     const int first = a->config.kind == HR_NORM_LAYER ? 0 : 1; /* an RMS norm has no mean */
+    const int streamed = rows_are_streamed(&a->y, &a->x, a->rows, a->cols, dtype);
     float kept[KEPT], hat[TILE], mean = 0.0f, rstd = 0.0f;
     if (a->sum.data)
         row_add(a, row);
@@ -91,13 +92,14 @@ static void forward_row(const norm_args *a, int64_t row, ready_weights *w)
             if (pass == 0) {
                 RUN(sum, &t, n);
             } else if (pass == 1) {
-                tile_claim(a, &a->y, row, j, n);
+                if (!streamed)
+                    tile_claim(a, &a->y, row, j, n);
                 RUN(sum_squares, &t, n);
             } else {
                 t.factor = norm_factor(rstd, a->config.casting, dtype);
                 tile_round(&t, a, hat, n);
                 use_weights(&t, w, a, j);
-                RUN_INTO(weigh, &t, row_at(&a->y, row, dtype), j, n, dtype);
+                RUN_INTO(weigh, &t, row_at(&a->y, row, dtype), j, n, dtype, streamed);
             }
             total += t.total;
         }
@@ -119,6 +121,7 @@ static void forward_rows(void *context, int64_t begin, int64_t end)
     w.first = w.count = 0;
     for (int64_t row = begin; row < end; row++)
         forward_row(a, row, &w);
+    rows_streamed();
 }
 
 hr_status norm_forward_cpu(const norm_args *args)
@@ -153,6 +156,7 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
     const bool layer = a->config.kind == HR_NORM_LAYER;
     const void *const x = row_at(&a->x, row, dtype), *const dy = row_at(&a->dy, row, dtype);
     void *const dx = row_at(&a->dx, row, dtype);
+    const int streamed = rows_are_streamed(&a->dx, &a->dy, a->rows, a->cols, dtype);
     float xs[KEPT], dys[KEPT], hat[TILE], other[TILE];
     const float rstd = a->rstd[row];
     double g_hat_sum = 0.0, g_sum = 0.0;
@@ -171,7 +175,8 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
             if (a->dy.data)
                 t.dy = is_kept ? dy_place : tile_in(dy_place, dy, j, n, dtype);
             if (pass == 0) {
-                tile_claim(a, &a->dx, row, j, n);
+                if (!streamed)
+                    tile_claim(a, &a->dx, row, j, n);
                 RUN(sum_gradients, &t, n);
                 g_hat_sum += t.total;
                 g_sum += t.total_g;
@@ -182,7 +187,7 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
             if (a->y.data || sums)
                 tile_round(&normed, a, hat, n);
             if (a->y.data)
-                RUN_INTO(weigh, &normed, row_at(&a->y, row, dtype), j, n, dtype);
+                RUN_INTO(weigh, &normed, row_at(&a->y, row, dtype), j, n, dtype, 0);
             norm_tile *const adds = a->dx.data && !norm_rounds(&a->config) ? &t : &normed;
             if (sums) {
                 adds->dweight = sums + j;
@@ -198,9 +203,9 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
                 RUN(gradient, &t, n);
                 t.x = own;
                 t.dsum = tile_in(other, row_at(&a->dsum, row, dtype), j, n, dtype);
-                RUN_INTO(add, &t, dx, j, n, dtype);
+                RUN_INTO(add, &t, dx, j, n, dtype, streamed);
             } else if (a->dx.data) {
-                RUN_INTO(gradient, &t, dx, j, n, dtype);
+                RUN_INTO(gradient, &t, dx, j, n, dtype, streamed);
             }
         }
     }
@@ -221,6 +226,7 @@ static void backward_groups(void *context, int64_t begin, int64_t end)
         for (int64_t row = group * size; row < last; row++)
             backward_row(a, row, &w, sums);
     }
+    rows_streamed();
 }
 
 /* Adds the groups of some columns, always from the first group to the last. */

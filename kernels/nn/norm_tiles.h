@@ -191,14 +191,17 @@ static void tile_round(norm_tile *t, const norm_args *a, float *hat, int n)
     t->factor = 1.0f;
 }
 
-/* Runs a loop whose `out` is a tile of a row. */
-#define RUN_INTO(loop, tile, row, j, n, dtype)                        \
-    do {                                                              \
-        float out[TILE];                                              \
-        (tile)->out = (dtype) == HR_F32 ? (float *)(row) + (j) : out; \
-        RUN(loop, tile, n);                                           \
-        if ((dtype) != HR_F32)                                        \
-            tile_out(row, out, j, n, dtype);                          \
+/* Runs a loop whose `out` is a tile of a row, which is streamed if `streamed` is 1. */
+#define RUN_INTO(loop, tile, row, j, n, dtype, streamed)     \
+    do {                                                     \
+        _Alignas(64) float out[TILE];                        \
+        const int direct = (dtype) == HR_F32 && !(streamed); \
+        (tile)->out = direct ? (float *)(row) + (j) : out;   \
+        RUN(loop, tile, n);                                  \
+        if (streamed)                                        \
+            rows_stream((float *)(row) + (j), out, n);       \
+        else if (!direct)                                    \
+            tile_out(row, out, j, n, dtype);                 \
     } while (0)
 
 #endif

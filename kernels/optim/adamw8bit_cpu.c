@@ -50,6 +50,7 @@ HR_INLINE void adamw8bit_encode_baseline(const adamw8bit_tensor *t, const adamw8
 
 #define LOOP_TARGET
 #define LOOP_NAME(name) adamw8bit_##name##_baseline
+#define LOOP_LITERAL    1
 #include "kernels/optim/adamw8bit_loop.h"
 
 /* Elements that are joined and updated at a time if weights have a mode: few enough for the
@@ -159,7 +160,7 @@ static const adamw8bit_tables *adamw8bit_get_tables(int bnb)
 hr_status adamw8bit_cpu(const adamw8bit_args *args)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    static const adamw8bit_run_fn runs[] = {adamw8bit_run_baseline, adamw8bit_run_avx2,
+    static const adamw8bit_run_fn runs[] = {adamw8bit_run_baseline, adamw8bit_run_plain_avx2,
                                             adamw8bit_run_avx512, adamw8bit_run_vbmi};
     static const adamw8bit_run_weights_fn run_weights[] = {NULL, NULL, NULL,
                                                            adamw8bit_run_weights_vbmi};

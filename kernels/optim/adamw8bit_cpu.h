@@ -148,7 +148,8 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     if (!bnb && !t->call->args->config->seeds) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);
-        pending.vectors = pending.scale_m.first == 1.0f && pending.scale_v.first == 1.0f;
+        pending.vectors = pending.scale_m.first == 1.0f && pending.scale_v.first == 1.0f &&
+                          pending.absmax_m + pending.absmax_v < INFINITY; /* neither is NaN */
     }
     t->exp_avg_absmax[block] = pending.absmax_m;
     t->exp_avg_sq_absmax[block] = pending.absmax_v;
@@ -162,6 +163,8 @@ void adamw8bit_run_baseline(const adamw8bit_tensor *t, int64_t from, int64_t to,
                             hr_dtype param_dtype, hr_dtype grad_dtype);
 void adamw8bit_run_avx2(const adamw8bit_tensor *t, int64_t from, int64_t to, hr_dtype param_dtype,
                         hr_dtype grad_dtype);
+void adamw8bit_run_plain_avx2(const adamw8bit_tensor *t, int64_t from, int64_t to,
+                              hr_dtype param_dtype, hr_dtype grad_dtype);
 void adamw8bit_run_avx512(const adamw8bit_tensor *t, int64_t from, int64_t to, hr_dtype param_dtype,
                           hr_dtype grad_dtype);
 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to, hr_dtype param_dtype,

@@ -49,5 +49,6 @@ CPU_AVX512 HR_INLINE void adamw8bit_encode_avx512(const adamw8bit_tensor *t,
 
 #define LOOP_TARGET     CPU_AVX512
 #define LOOP_NAME(name) adamw8bit_##name##_avx512
+#define LOOP_LITERAL    1
 #include "kernels/optim/adamw8bit_loop.h"
 #endif

@@ -1,8 +1,8 @@
 /*
  * adamw8bit_loop.h: the loop over the blocks of a tensor, compiled once per instruction set. A file
  * that includes it defines LOOP_TARGET, the attribute that selects the instruction set, and
- * LOOP_NAME(name), which makes its functions' names unique, and the functions LOOP_NAME(decode) and
- * LOOP_NAME(encode).
+ * LOOP_NAME(name), which makes its functions' names unique, the functions LOOP_NAME(decode) and
+ * LOOP_NAME(encode), and LOOP_LITERAL, 0 if the common mixes of types have a loop elsewhere.
  *
  * A block can be encoded only after all its elements are updated. So encoding a block alternates
  * with updating the next one, LANES elements at a time: the permutations of one overlap with the
@@ -139,11 +139,11 @@ LOOP_TARGET void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t
         LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_BNB);
     else if (t->call->rule == ADAMW8BIT_ANY)
         LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_ANY);
-    else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
+    else if (LOOP_LITERAL && param_dtype == HR_F32 && grad_dtype == HR_F32)
         LOOP_NAME(blocks)(t, from, to, HR_F32, HR_F32, 1, ADAMW8BIT_PLAIN);
-    else if (param_dtype == HR_F32 && grad_dtype == HR_BF16)
+    else if (LOOP_LITERAL && param_dtype == HR_F32 && grad_dtype == HR_BF16)
         LOOP_NAME(blocks)(t, from, to, HR_F32, HR_BF16, 1, ADAMW8BIT_PLAIN);
-    else if (param_dtype == HR_BF16 && grad_dtype == HR_BF16)
+    else if (LOOP_LITERAL && param_dtype == HR_BF16 && grad_dtype == HR_BF16)
         LOOP_NAME(blocks)(t, from, to, HR_BF16, HR_BF16, 1, ADAMW8BIT_PLAIN);
     else
         LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_PLAIN);

@@ -28,7 +28,7 @@
 #define DYNAMIC_LEAST_POSITIVE 3.25e-7f
 
 /* The binade, as a biased exponent, from which decades are counted, and decades per binade in units
- * of 2^-16: dynamic_codes_avx2() must find a decade or the one before. dynamic_map_test.cpp has
+ * of 2^-16: dynamic_distances_avx2() must find a decade or the one before. dynamic_map_test.cpp has
  * numbers on either side of every border. */
 #define DYNAMIC_FIRST_BINADE   106
 #define DYNAMIC_BINADE_DECADES 21000
@@ -64,7 +64,7 @@ static inline void dynamic_decades_fill(dynamic_decades *d, const dynamic_map *m
     const float first = map->thresholds[zero], second = map->thresholds[zero + 1];
     d->slopes[0] = is_signed ? 0.5f / first : 1.0f / (second - first);
     d->offsets[0] = is_signed ? 0.0f : 0.5f - first * d->slopes[0];
-    for (int i = 0; !is_signed && i < 8; i++) {
+    for (int i = 0; i < 8; i++) {
         d->offsets[i] += DYNAMIC_OFFSET;
         d->lasts[i] += DYNAMIC_OFFSET;
     }
@@ -179,43 +179,33 @@ CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m5
     return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
 }
 
-/* The codes nearest to 8 numbers y, as dynamic_codes_avx512() gives them, in bits 0 to 7 of words
- * that are below 2^15. A word of `sure` is 0 where dynamic_encode() must decide. */
-CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_decades *d, __m256 y, __m256 x,
-                                              int is_signed, __m256i *sure)
+CPU_AVX2 HR_INLINE __m256i dynamic_entries_avx2(const float *table, __m256i entry)
 {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    __m256 magnitude;
-    if (is_signed) {
-        magnitude = _mm256_max_ps(_mm256_andnot_ps(sign, y), _mm256_set1_ps(0x1p-31f));
-    } else {
-        const __m256 positive = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
-        magnitude = _mm256_max_ps(y, _mm256_set1_ps(DYNAMIC_LEAST_POSITIVE));
-        magnitude = _mm256_and_ps(magnitude, positive);
-    }
+    return _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)table), entry);
+}
+
+/* 256 + the distances from the code of zero that 8 magnitudes of quotients get, and below them
+ * DYNAMIC_FRACTION_BITS bits. A word of `sure` is 0 where dynamic_encode() must decide. No magnitude is
+ * NaN. They are compared as integers, which a core does with twice as many units as binary32. */
+CPU_AVX2 HR_INLINE __m256i dynamic_distances_avx2(const dynamic_decades *d, __m256i magnitude,
+                                                  int is_signed, __m256i *sure)
+{
     /* The decade or the one before, from the exponent: 0.32 decades for each binade from 2^-21. */
-    const __m256i binade = _mm256_subs_epu16(_mm256_srli_epi32(_mm256_castps_si256(magnitude), 23),
+    const __m256i binade = _mm256_subs_epu16(_mm256_srli_epi32(magnitude, 23),
                                              _mm256_set1_epi32(DYNAMIC_FIRST_BINADE));
     const __m256i guess = _mm256_mulhi_epu16(binade, _mm256_set1_epi32(DYNAMIC_BINADE_DECADES));
-    const __m256 end = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->ends), guess);
-    const __m256 ended = _mm256_cmp_ps(magnitude, end, _CMP_GT_OQ);
-    const __m256i decade = _mm256_sub_epi32(guess, _mm256_castps_si256(ended));
-    const __m256 slope = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->slopes), decade);
-    const __m256 offset = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->offsets), decade);
-    const __m256 last = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->lasts), decade);
-    __m256 place = _mm256_min_ps(_mm256_fmadd_ps(magnitude, slope, offset), last);
-    if (is_signed) {
-        place = _mm256_or_ps(place, _mm256_and_ps(y, sign));
-        place = _mm256_add_ps(place, _mm256_set1_ps(127.0f + DYNAMIC_OFFSET));
-        place = _mm256_max_ps(place, _mm256_set1_ps(DYNAMIC_OFFSET));
-    }
-    const __m256i bits = _mm256_castps_si256(place);
+    const __m256i end = dynamic_entries_avx2(d->ends, guess);
+    const __m256i decade = _mm256_sub_epi32(guess, _mm256_cmpgt_epi32(magnitude, end));
+    const __m256 slope = _mm256_castsi256_ps(dynamic_entries_avx2(d->slopes, decade));
+    const __m256 offset = _mm256_castsi256_ps(dynamic_entries_avx2(d->offsets, decade));
+    const __m256i last = dynamic_entries_avx2(d->lasts, decade);
+    const __m256 place = _mm256_fmadd_ps(_mm256_castsi256_ps(magnitude), slope, offset);
+    const __m256i distance = _mm256_min_epi32(_mm256_castps_si256(place), last);
     const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
-    *sure = _mm256_and_si256(bits, _mm256_set1_epi32(fraction));
-    if (is_signed)
-        *sure = _mm256_andnot_si256(_mm256_castps_si256(_mm256_cmp_ps(magnitude, end, _CMP_EQ_OQ)),
-                                    *sure);
-    return _mm256_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
+    *sure = _mm256_and_si256(distance, _mm256_set1_epi32(fraction));
+    if (is_signed) /* where a decade begins, a negative midpoint has the greater magnitude */
+        *sure = _mm256_andnot_si256(_mm256_cmpeq_epi32(magnitude, end), *sure);
+    return distance;
 }
 #endif
 

@@ -3,10 +3,11 @@
  * scale, which the step of 8-bit Adam shares, and the kernels that apply it to lists. The rule is
  * documented at hr_quantize_blocks in headroom.h.
  *
- * Vector code repeats quant_encode(): dynamic_codes_avx2() and _avx512() in dynamic_map_cpu.h,
- * dynamic_encode_vbmi() in dynamic_map_cpu_vbmi.h and quant_encode_cuda() in quantize_blocks.cuh.
- * Tests compare them on either side of every border between two codes, and for positive numbers of
- * every size: tests/c/quant/dynamic_map_test.cpp and tests/python/functional/test_cpu_levels.py.
+ * Vector code repeats quant_encode(): dynamic_distances_avx2() and dynamic_codes_avx512() in
+ * dynamic_map_cpu.h, dynamic_encode_vbmi() in dynamic_map_cpu_vbmi.h and quant_encode_cuda() in
+ * quantize_blocks.cuh. Tests compare them on either side of every border between two codes, and for
+ * positive numbers of every size: tests/c/quant/dynamic_map_test.cpp and
+ * tests/python/functional/test_cpu_levels.py.
  *
  * 8-bit optimizers via block-wise quantization, Dettmers et al., arXiv:2110.02861.
  */

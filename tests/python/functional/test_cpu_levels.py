@@ -11,6 +11,7 @@ import pytest
 import torch
 from headroom import _C
 from headroom._core.weight_modes import MODES
+from headroom.functional import layer_norm
 
 from helpers.reference8bit import MAPS, nearest
 
@@ -211,3 +212,19 @@ def test_random_bits_are_those_of_each_element_alone(run, offset, levels):
     assert wanted.unique().numel() == 2
     for level in (_C.CpuLevel.BASELINE, *levels):
         assert_same_bits([stepped(level, 1000)], [wanted])
+
+
+def test_a_norm_that_is_streamed_has_the_bits_of_its_parts(levels):
+    cols = 4096 + 16  # the last tile of a row is a short one
+    rows = 2**22 // cols + 9  # more than 16 MiB, of which a part is not streamed
+    x, dy = torch.randn(rows, cols, requires_grad=True), torch.randn(rows, cols)
+    weight, bias = torch.randn(cols), torch.randn(cols)
+
+    def normed(x, dy):
+        y = layer_norm(x, weight, bias)
+        return [y.detach(), *torch.autograd.grad(y, x, dy)]
+
+    for level in (_C.CpuLevel.BASELINE, *levels):
+        _C.set_cpu_level(level)
+        parts = [normed(*part) for part in zip(x.split(100), dy.split(100))]
+        assert_same_bits(normed(x, dy), [torch.cat(part) for part in zip(*parts)])
