@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from ctypes import byref, c_double, c_int32, c_size_t, c_void_p, sizeof
+from ctypes import byref, c_int32, c_size_t, c_void_p, sizeof
 
 from tests.python.fuzz import _matrices
 from tests.python.fuzz._c_calls import (
