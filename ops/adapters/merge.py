@@ -15,9 +15,10 @@ from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
 from ..nn.lora import LoRALinear, lora_layers, replace
-from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..patching.bitsandbytes import Held, is_bitsandbytes
 from ..quantizing.choice import joined, weight_of
+from ..quantizing.quantize import take
 from ..quantizing.transformers_config import describe
 from ..state.file.safetensors import Entry, entries_in, read
 
@@ -217,7 +218,7 @@ def _merged(
     linear.train(layer.training)
     if again:
         q = quantized_weight(total, base.format, block_size=base.block_size, double=base.nested)
-        linear = CLASSES[base.format].take(linear, dataclasses.replace(q, dtype=base.weight_dtype))
+        linear = take(linear, dataclasses.replace(q, dtype=base.weight_dtype))
         total = linear.dequantize(torch.float32)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for panel in panels:
