@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._layers import held_bytes, trained
 from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed
-from .instructions.row import Row
+from .instructions.row import Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 RANK, PEAK = 16, "peak bytes"
@@ -127,4 +127,18 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     ]
 
 
-BUDGETS: list[Row] = []
+DROPS = {
+    "f32": evenly(19.9) | {"75": 20.4},
+    "bf16": evenly(19.1) | {"75": 26.9},
+    "f16": evenly(19.1) | {"75": 20.8},
+}
+WIDE = ("IMAD.WIDE.U32",)  # 20 of a group of eight are Philox's, 3 lead to it
+BUDGETS = [
+    Row("lora_rows_kernel", "f32, dropping", 8, 4, 4, WIDE, 2.875, DROPS["f32"]),
+    Row("lora_rows_kernel", "bf16, dropping", 4, 2, 2, WIDE, 2.875, DROPS["bf16"]),
+    Row("lora_rows_kernel", "f16, dropping", 4, 2, 2, WIDE, 2.875, DROPS["f16"], f16=True),
+    Row("lora_rows_kernel", "f32 to bf16", 6, 4, 2, WIDE, 0.375, evenly(5.6) | {"75": 13.3}),
+    Row(
+        "lora_rows_kernel", "f32 to f16", 6, 4, 2, WIDE, 0.375, evenly(5.6) | {"75": 6.9}, f16=True
+    ),
+]
