@@ -1478,19 +1478,24 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
  * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
  * 16 bytes for this, and cols a multiple of 32.
  *
- * With config->accumulate, what y or dx holds is added to the sum, which is rounded once all the same.
+ * config->addend is added to the sum, which is rounded once all the same.
  */
 typedef struct hr_linear_config {
     size_t size;        /* sizeof(hr_linear_config) */
     int32_t allow_tf32; /* this and the next two: as in hr_gemm_config */
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
-    int32_t accumulate; /* 1: y and dx are read, too */
+    int32_t reserved; /* 0 */
+    hr_rows addend;   /* in, of the shape and type of y or dx, and possibly y or dx itself, but no
+                         other part of it, which is not checked; NULL data: nothing is added */
 } hr_linear_config;
 
-#define HR_LINEAR_CONFIG_INIT                \
-    {                                        \
-        sizeof(hr_linear_config), 0, 0, 0, 0 \
+#define HR_LINEAR_CONFIG_INIT                 \
+    {                                         \
+        sizeof(hr_linear_config), 0, 0, 0, 0, \
+        {                                     \
+            NULL, 0                           \
+        }                                     \
     }
 
 typedef struct hr_linear_needs {
@@ -1548,8 +1553,7 @@ HR_API hr_status hr_linear_backward(const hr_rows *dx, const hr_rows *dy, const 
  *
  * A and B are rounded to matrix->dtype for the products, whose sums are binary32. t, dt and the
  * products with A and B are rounded to matrix->dtype; what these products make of y and dx is then
- * added to the sums with W, which are rounded once, as config->accumulate does it in
- * hr_linear_config. No x in another dtype, no dropped x and no decoded W is made as a whole.
+ * added to the sums with W, which are rounded once, as config->addend is in hr_linear_config. No x in another dtype, no dropped x and no decoded W is made as a whole.
  */
 typedef struct hr_lora_config {
     size_t size;            /* sizeof(hr_lora_config) */

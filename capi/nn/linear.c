@@ -77,7 +77,8 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
     HR_TRY(hr_check_flag(function, "allow_reduced_precision_reduction",
                          call->config.allow_reduced_precision_reduction));
     HR_TRY(hr_check_flag(function, "deterministic", call->config.deterministic));
-    HR_TRY(hr_check_flag(function, "accumulate", call->config.accumulate));
+    HR_REQUIRE(call->config.reserved == 0, "%s: config->reserved is %" PRId32 ", wanted 0",
+               function, call->config.reserved);
     const hr_matrix *const own = &call->matrix;
     const int64_t longer = own->rows > own->cols ? own->rows : own->cols;
     HR_REQUIRE(call->m >= 0 && (longer == 0 || call->m <= (INT64_C(1) << 59) / longer),
@@ -94,7 +95,8 @@ static hr_gemm_config gemm_config_of(const linear_call *call)
     hr_gemm_config config = HR_GEMM_CONFIG_INIT;
     config.dtype = config.out_dtype = call->matrix.dtype;
     config.transpose_b = !call->backward;
-    config.beta = call->config.accumulate;
+    config.beta = call->config.addend.data != NULL;
+    config.addend = call->config.addend;
     config.allow_tf32 = call->config.allow_tf32;
     config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
     config.deterministic = call->config.deterministic;
@@ -147,16 +149,18 @@ static hr_status multiply(const linear_call *call, const linear_rows *rows, cons
                           int64_t first, int64_t lines, void *workspace, size_t workspace_bytes)
 {
     const int64_t offset = first * (int64_t)hr_dtype_size(call->matrix.dtype);
-    const gemm_args args = {.c = {(char *)rows->out.data + offset, rows->out.stride},
-                            .a = rows->in,
-                            .b = *part,
-                            .bias = rows->bias ? (const char *)rows->bias + offset : NULL,
-                            .m = call->m,
-                            .n = lines,
-                            .k = terms_of(call),
-                            .config = gemm_config_of(call),
-                            .workspace = workspace,
-                            .workspace_bytes = workspace_bytes};
+    gemm_args args = {.c = {(char *)rows->out.data + offset, rows->out.stride},
+                      .a = rows->in,
+                      .b = *part,
+                      .bias = rows->bias ? (const char *)rows->bias + offset : NULL,
+                      .m = call->m,
+                      .n = lines,
+                      .k = terms_of(call),
+                      .config = gemm_config_of(call),
+                      .workspace = workspace,
+                      .workspace_bytes = workspace_bytes};
+    if (args.config.addend.data)
+        args.config.addend.data = (char *)args.config.addend.data + offset;
     HR_ON_DEVICE(call->exec, gemm, &args);
     return HR_OK;
 }
@@ -197,7 +201,7 @@ static hr_status multiply_few(const linear_call *call, const linear_rows *rows, 
                                   .matrix = call->matrix,
                                   .bias = rows->bias,
                                   .m = call->m,
-                                  .accumulate = call->config.accumulate,
+                                  .addend = call->config.addend,
                                   .workspace = workspace};
     HR_ON_DEVICE(call->exec, linear_few, &args);
     return HR_OK;
@@ -217,6 +221,9 @@ static hr_status run_call(linear_call *call, const char *out_name, const hr_rows
     HR_TRY(hr_check_rows(function, out_name, out, call->m, call->lines, w->dtype));
     HR_TRY(hr_check_rows(function, in_name, in, call->m, terms_of(call), w->dtype));
     HR_TRY(hr_check_vector(function, "bias", bias, w->dtype));
+    if (call->config.addend.data)
+        HR_TRY(hr_check_rows(function, "config->addend", &call->config.addend, call->m, call->lines,
+                             w->dtype));
     HR_RUN(choose(call));
     const hr_linear_needs needs = needs_of(call);
     HR_REQUIRE(bytes >= needs.least, "%s: workspace_bytes is %zu, wanted %zu or more", function,

@@ -32,13 +32,13 @@ static int is_rounded(const lora_call *call)
     return call->config.adapter_dtype != call->matrix.dtype;
 }
 
-static hr_linear_config linear_config_of(const lora_call *call)
+static hr_linear_config linear_config_of(const lora_call *call, hr_rows addend)
 {
     hr_linear_config config = HR_LINEAR_CONFIG_INIT;
     config.allow_tf32 = call->config.allow_tf32;
     config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
     config.deterministic = call->config.deterministic;
-    config.accumulate = 1;
+    config.addend = addend;
     return config;
 }
 
@@ -133,7 +133,7 @@ static hr_status plan(lora_call *call)
     const int64_t rank = call->config.rank, copied = is_rounded(call) ? rank : 0;
     const size_t element = hr_dtype_size(w->dtype);
     const hr_gemm_config gemm = gemm_config_of(call, 1.0);
-    const hr_linear_config linear = linear_config_of(call);
+    const hr_linear_config linear = linear_config_of(call, (hr_rows){NULL, 0});
     hr_linear_needs needs;
     HR_RUN(hr_gemm_workspace(&call->product, call->m, w->rows, rank, &gemm, call->exec));
     HR_RUN(hr_linear_query(&needs, call->m, w, call->backward, &linear, call->exec));
@@ -330,7 +330,7 @@ hr_status hr_lora_forward(const hr_rows *y, const hr_rows *t, const hr_rows *x,
     hr_gemm_config gemm = gemm_config_of(&call, call.config.scale);
     gemm.transpose_b = 1;
     HR_RUN(product(&call, y, t, &own_b, bias, m, w->rows, rank, &gemm));
-    const hr_linear_config linear = linear_config_of(&call);
+    const hr_linear_config linear = linear_config_of(&call, *y);
     return hr_linear_forward(y, x, w, NULL, m, &linear, call.workspace + call.rest,
                              call.bytes - call.rest, exec);
 }
@@ -384,7 +384,7 @@ static hr_status run_backward(const lora_call *call, const lora_gradients *grads
         HR_RUN(drop(call, grads->dx, grads->dx, 0, m, 0, w->cols));
     if (w->rows == 0)
         return HR_OK;
-    const hr_linear_config linear = linear_config_of(call);
+    const hr_linear_config linear = linear_config_of(call, *grads->dx);
     return hr_linear_backward(grads->dx, dy, w, m, &linear, call->workspace + call->rest,
                               call->bytes - call->rest, call->exec);
 }

@@ -68,7 +68,8 @@ hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, 
     if (!b->few_bits)
         return hr_gemm(c, a, &b->rows, bias, m, n, k, config, workspace, bytes, call->exec);
     hr_linear_config linear = mlp_linear_config(&call->config);
-    linear.accumulate = config->beta != 0;
+    if (config->beta != 0.0)
+        linear.addend = config->addend.data ? config->addend : *c;
     return config->transpose_b
                ? hr_linear_forward(c, a, b->few_bits, bias, m, &linear, workspace, bytes,
                                    call->exec)

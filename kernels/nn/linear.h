@@ -20,17 +20,19 @@ typedef struct linear_few_args {
     const void *bias; /* NULL where absent */
     int64_t m;        /* from 1 to LINEAR_FEW */
     float *workspace; /* CPU: linear_few_bytes() bytes at a multiple of 64 */
-    int32_t accumulate;
+    hr_rows addend;   /* NULL data: nothing is added */
 } linear_few_args;
 
 /* Stores an element of y, from its sum. */
 HR_INLINE void linear_store(const linear_few_args *args, int64_t i, int64_t row, float sum,
                             hr_dtype dtype)
 {
-    const int64_t at = i * args->y.stride + row;
-    const float before = args->accumulate ? hr_load(args->y.data, at, dtype) : 0.0f;
+    const hr_rows *const addend = &args->addend;
+    const float added =
+        addend->data ? hr_load(addend->data, i * addend->stride + row, dtype) : 0.0f;
     const float bias = args->bias ? hr_load(args->bias, row, dtype) : GEMM_NO_BIAS;
-    hr_store(args->y.data, at, gemm_value(sum, 1.0f, (float)args->accumulate, before, bias), dtype);
+    hr_store(args->y.data, i * args->y.stride + row,
+             gemm_value(sum, 1.0f, addend->data ? 1.0f : 0.0f, added, bias), dtype);
 }
 
 /* The bytes of a part of a matrix that is made in the workspace. With what the product takes on the

@@ -21,7 +21,11 @@ TEST_P(LinearRefused, BadInputs)
         {": config->allow_reduced_precision_reduction is -1",
          [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
         {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
-        {": config->accumulate is 2", [](R &r) { r.config.accumulate = 2; }},
+        {": config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }},
+        {": config->addend->stride is 2, wanted cols",
+         [](R &r) {
+             r.config.addend = {r.out_rows.data, 2};
+         }},
         {": [yx] is NULL|: d[yx] is NULL", [](R &r) { r.out_argument = nullptr; }},
         {": [yx] is NULL|: d[yx] is NULL", [](R &r) { r.in_argument = nullptr; }},
         {"->data is NULL", [](R &r) { r.out_rows.data = nullptr; }},
@@ -57,7 +61,7 @@ TEST_P(LinearRefused, BadInputs)
          {": config->allow_reduced_precision_reduction is -1",
           [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
          {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
-         {": config->accumulate is 2", [](R &r) { r.config.accumulate = 2; }}});
+         {": config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }}});
 }
 
 TEST_P(LinearRefused, BadInputsOfTheQuery)

@@ -79,7 +79,7 @@ std::ostream &operator<<(std::ostream &out, const LinearCase &c)
                << ", blocks of " << c.block_size << (c.nested ? ", nested" : "")
                << (c.bias ? ", bias" : "") << ", gap " << c.gap << ", shift " << c.shift
                << ", codes + " << c.codes << ", workspace " << spaces[int(c.space)]
-               << (c.accumulate ? ", added" : "");
+               << (c.adds ? ", added" : "");
 }
 
 LinearRun::LinearRun(Backend &backend, const LinearCase &c)
@@ -102,6 +102,8 @@ LinearRun::LinearRun(Backend &backend, const LinearCase &c)
       exec(backend.exec()), m(c.m)
 {
     in_rows = {in.data[0], in_cols() + c.gap}, out_rows = {out.data[0], out_cols() + c.gap};
+    if (c.adds)
+        config.addend = out_rows;
     bias_argument = c.bias ? bias.data[0] : nullptr;
     workspace_argument =
         reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) / 256 * 256);
@@ -110,7 +112,6 @@ LinearRun::LinearRun(Backend &backend, const LinearCase &c)
 size_t LinearRun::allowance(Backend &backend)
 {
     const LinearCase &c = shape;
-    config.accumulate = c.accumulate;
     matrix.format = c.format, matrix.dtype = c.dtype;
     matrix.rows = c.rows, matrix.cols = c.cols;
     matrix.data = codes.data[0];

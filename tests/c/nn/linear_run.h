@@ -19,7 +19,7 @@ struct LinearCase {
     size_t shift = 0; // elements of x, y and bias past an aligned address
     size_t codes = 0; // bytes of the codes past an aligned address
     Space space = Space::BEST;
-    bool accumulate = false; // to what is there, 77
+    bool adds = false; // to what is there, 77
 };
 
 std::ostream &operator<<(std::ostream &out, const LinearCase &c);

@@ -23,8 +23,7 @@ void expect_product(Backend &backend, const LinearCase &c)
     const int64_t terms = run.in_cols(), cols = run.out_cols();
     for (int64_t i = 0; i < c.m; i++) {
         for (int64_t j = 0; j < cols; j++) {
-            double sum = (c.bias ? bias[size_t(j)] : 0) + (c.accumulate ? 77 : 0),
-                   size = std::fabs(sum);
+            double sum = (c.bias ? bias[size_t(j)] : 0) + (c.adds ? 77 : 0), size = std::fabs(sum);
             for (int64_t p = 0; p < terms; p++) {
                 const double term = x[size_t(i * run.in_rows.stride + p)] *
                                     w[size_t(c.backward ? p * c.cols + j : j * c.cols + p)];
@@ -88,7 +87,7 @@ TEST_P(Linear, AddsToWhatIsThere)
         for (const bool backward : {false, true})
             for (const hr_format format : {HR_NF4, HR_INT8_ROWS}) {
                 LinearCase c;
-                c.m = m, c.cols = 96, c.format = format, c.backward = backward, c.accumulate = true;
+                c.m = m, c.cols = 96, c.format = format, c.backward = backward, c.adds = true;
                 c.dtype = HR_BF16, c.space = Space::LEAST;
                 ASSERT_NO_FATAL_FAILURE(expect_product(*backend, c));
             }

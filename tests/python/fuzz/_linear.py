@@ -16,10 +16,11 @@ from tests.python.fuzz._c_calls import (
     exec_,
     struct,
 )
-from tests.python.fuzz._rows import SIZES, call, matrix, spans, vector
+from tests.python.fuzz._rows import SIZES, Rows, call, matrix, same, spans, vector
 
 LinearConfig = config(
-    ("allow_tf32 allow_reduced_precision_reduction deterministic accumulate", c_int32)
+    ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32),
+    ("addend", Rows),
 )
 Needs = struct(("best least whole", c_size_t))
 
@@ -33,13 +34,15 @@ def linear(rng: random.Random, memory: Memory) -> Call:
         return [*spans(out, m.value, cols, SIZES[w.dtype]), *spans(workspace, 1, size.value, 1)]
 
     w, m, needs = _matrices.matrix(rng, memory), Limited(rng.choice([0, 1, 5, 16, 17])), Needs()
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(4)))
+    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
     assert (
         LIBRARY.hr_linear_query(byref(needs), m, byref(w), backward, byref(own), byref(exec_()))
         == OK
     ), LIBRARY.hr_last_error()
     sides = (w.cols, w.rows) if backward else (w.rows, w.cols)
     out, given = (matrix(rng, memory, cols, w.dtype) for cols in sides)
+    other = matrix(rng, memory, sides[0], w.dtype)
+    own.addend = rng.choice([Rows(None, 0), same(out), other])
     size = c_size_t(rng.choice([needs.least, needs.best, needs.whole]))
     workspace = c_void_p(memory.take(size.value))
     bias = [] if backward else [vector(rng, memory, w.dtype, 0.5)]
@@ -48,7 +51,7 @@ def linear(rng: random.Random, memory: Memory) -> Call:
 
 
 def linear_query(rng: random.Random, memory: Memory) -> Call:
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(4)))
+    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
     sizes = (
         Limited(rng.choice([0, 1, 5, 70])),
         _matrices.matrix(rng, memory),
