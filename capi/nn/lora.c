@@ -210,12 +210,8 @@ static hr_status in_type_of_x(const lora_call *call, hr_rows *out, const hr_rows
     if (!is_rounded(call) || rows == 0)
         return HR_OK;
     *out = (hr_rows){call->workspace + at, cols};
-    lora_rows_args args = {.out = *out,
-                           .x = *adapter,
-                           .out_dtype = call->matrix.dtype,
-                           .dtype = call->config.adapter_dtype,
-                           .rows = rows,
-                           .cols = cols};
+    lora_rows_args args = {
+        .out = *out, .x = *adapter, .out_dtype = call->matrix.dtype, .rows = rows, .cols = cols};
     if (rows == 1 || adapter->stride == cols) { /* one long row */
         args.rows = 1;
         args.cols = rows * cols;
@@ -238,7 +234,6 @@ static hr_status drop(const lora_call *call, const hr_rows *out, const hr_rows *
     const lora_rows_args args = {.out = *out,
                                  .x = *x,
                                  .out_dtype = call->matrix.dtype,
-                                 .dtype = call->matrix.dtype,
                                  .rows = rows,
                                  .cols = cols,
                                  .row = row,

@@ -10,15 +10,21 @@
 #define LORA_GROUP 8      /* elements that share 128 random bits */
 #define LORA_PARTS 0x1p16 /* what p is counted in */
 
-/* out = x, with zeros where elements are dropped. */
+/* out = x, with zeros where elements are dropped, or rounded from f32 where none are. */
 typedef struct lora_rows_args {
-    hr_rows out, x; /* out may be x where their types are the same */
-    hr_dtype out_dtype, dtype;
+    hr_rows out, x; /* out may be x where elements are dropped */
+    hr_dtype out_dtype;
     int64_t rows, cols;
     int64_t row, col;    /* where x begins in the matrix; col is a multiple of LORA_GROUP */
     uint32_t threshold;  /* 2^16 p: below 2^16; 0: nothing is dropped */
     const int64_t *seed; /* NULL where nothing is dropped */
 } lora_rows_args;
+
+/* The type of x. */
+HR_INLINE hr_dtype lora_dtype(const lora_rows_args *args)
+{
+    return args->threshold ? args->out_dtype : HR_F32;
+}
 
 /* Of a group of a row of the matrix. */
 HR_INLINE hr_random4 lora_counter(int64_t row, int64_t group)

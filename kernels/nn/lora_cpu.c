@@ -36,12 +36,13 @@ HR_INLINE void lora_range(void *context, int64_t begin, int64_t end)
 {
     const lora_rows_args *const a = (const lora_rows_args *)context;
     const int64_t per_row = (a->cols + TILE - 1) / TILE;
+    const hr_dtype dtype = lora_dtype(a);
     const uint64_t seed = a->threshold ? (uint64_t)*a->seed : 0;
     for (int64_t t = begin; t < end; t++) {
         const int64_t row = t / per_row, j0 = t % per_row * TILE;
         const int n = (int)(a->cols - j0 < TILE ? a->cols - j0 : TILE);
         float tile[TILE];
-        const float *in = tile_in(tile, row_at(&a->x, row, a->dtype), j0, n, a->dtype);
+        const float *in = tile_in(tile, row_at(&a->x, row, dtype), j0, n, dtype);
         if (a->threshold) {
             if (in != tile)
                 memcpy(tile, in, sizeof(float) * (size_t)n);

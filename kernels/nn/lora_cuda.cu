@@ -15,10 +15,13 @@ typedef struct lora_launch {
     int32_t vectors; /* 16-byte accesses reach the groups of every row */
 } lora_launch;
 
+/* With DROPS elements keep their type; else they are rounded from f32. */
+template <bool DROPS>
 static __device__ __forceinline__ void lora_group(const lora_launch &l, int64_t row, int64_t group,
-                                                  hr_dtype dtype, hr_dtype out_dtype)
+                                                  uint64_t seed, hr_dtype out_dtype)
 {
     const lora_rows_args &a = l.args;
+    const hr_dtype dtype = DROPS ? out_dtype : HR_F32;
     const int64_t j = group * GROUP;
     const int left = a.cols - j < GROUP ? (int)(a.cols - j) : GROUP;
     const bool whole = l.vectors && left == GROUP;
@@ -27,9 +30,8 @@ static __device__ __forceinline__ void lora_group(const lora_launch &l, int64_t 
         pack_load<GROUP>((const char *)a.x.data + (row * a.x.stride + j) * hr_element_size(dtype),
                          0, dtype, whole, left),
         dtype, x);
-    if (a.threshold) {
-        const hr_random4 random =
-            hr_philox(lora_counter(a.row + row, a.col / GROUP + group), (uint64_t)*a.seed);
+    if (DROPS) {
+        const hr_random4 random = hr_philox(lora_counter(a.row + row, a.col / GROUP + group), seed);
 #pragma unroll
         for (int e = 0; e < GROUP; e++)
             x[e] = lora_keeps(random.word[e / 2], e, a.threshold) ? x[e] : 0.0f;
@@ -38,6 +40,7 @@ static __device__ __forceinline__ void lora_group(const lora_launch &l, int64_t 
                out_dtype, whole, left, pack_of(x, out_dtype));
 }
 
+template <bool DROPS>
 static __global__ void __launch_bounds__(THREADS)
     lora_rows_kernel(const lora_launch __grid_constant__ l)
 {
@@ -47,24 +50,24 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t step = (int64_t)gridDim.y * blockDim.x;
     if (row >= a.rows)
         return;
-    const auto run = [&](hr_dtype dtype, hr_dtype out_dtype) {
+    const uint64_t seed = DROPS ? (uint64_t)*a.seed : 0;
+    const auto run = [&](hr_dtype out_dtype) {
         for (int64_t group = first; group < l.groups; group += step)
-            lora_group(l, row, group, dtype, out_dtype);
+            lora_group<DROPS>(l, row, group, seed, out_dtype);
     };
-    if (a.dtype == HR_F32) {
-        FOR_DTYPE(a.out_dtype, D, run(HR_F32, D))
-    } else if (a.dtype == HR_BF16) {
-        run(HR_BF16, HR_BF16);
-    } else {
-        run(HR_F16, HR_F16);
-    }
+    if (DROPS && a.out_dtype == HR_F32)
+        run(HR_F32);
+    else if (a.out_dtype == HR_BF16)
+        run(HR_BF16);
+    else
+        run(HR_F16);
 }
 
 hr_status lora_rows_cuda(const lora_rows_args *args, const hr_exec *exec)
 {
     uintptr_t bits = (uintptr_t)args->x.data | (uintptr_t)args->out.data;
     if (args->rows > 1)
-        bits |= (uintptr_t)args->x.stride * (uintptr_t)hr_element_size(args->dtype) |
+        bits |= (uintptr_t)args->x.stride * (uintptr_t)hr_element_size(lora_dtype(args)) |
                 (uintptr_t)args->out.stride * (uintptr_t)hr_element_size(args->out_dtype);
     lora_launch l;
     l.args = *args;
@@ -76,7 +79,11 @@ hr_status lora_rows_cuda(const lora_rows_args *args, const hr_exec *exec)
     if (stacks > INT32_MAX)
         return hr_fail(HR_UNSUPPORTED,
                        "hr_lora: a matrix has more rows than a grid of CUDA can take");
-    HR_LAUNCH(lora_rows_kernel, dim3((uint32_t)stacks, (uint32_t)(parts < 65535 ? parts : 65535)),
-              dim3((uint32_t)width, (uint32_t)height), 0, exec->stream, l);
+    const dim3 grid((uint32_t)stacks, (uint32_t)(parts < 65535 ? parts : 65535));
+    const dim3 block((uint32_t)width, (uint32_t)height);
+    if (args->threshold)
+        HR_LAUNCH(lora_rows_kernel<true>, grid, block, 0, exec->stream, l);
+    else
+        HR_LAUNCH(lora_rows_kernel<false>, grid, block, 0, exec->stream, l);
     return cuda_launch_status("hr_lora");
 }

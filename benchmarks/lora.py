@@ -1,0 +1,144 @@
+"""A layer with adapters over a dense or an NF4 weight, forward and backward, beside PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._layers import held_bytes, trained
+from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed
+from .instructions.row import Row, evenly
+
+F32, BF16 = torch.float32, torch.bfloat16
+RANK, PEAK = 16, "peak bytes"
+
+
+@dataclass
+class Layer:
+    """``call`` is a function of ``x``, and ``trained`` what else has a gradient."""
+
+    x: Tensor
+    dy: Tensor
+    call: Callable[[Tensor], Tensor]
+    trained: list[Tensor]
+
+
+def base(out: int, width: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    made = nn.Linear(width, out, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    with torch.no_grad():
+        made.weight.copy_(filled(out * width, dtype, device).view(out, width))
+    return made
+
+
+def headroom_layer(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
+    from headroom.functional import lora_linear, quantize_matrix
+
+    weight = quantize_matrix(plain.weight) if few_bits else plain.weight
+    out, width = plain.weight.shape
+    a, b = (
+        filled(m * n, F32, plain.weight.device).view(m, n).requires_grad_()
+        for m, n in ((RANK, width), (out, RANK))
+    )
+    return lambda x: lora_linear(x, weight, None, a, b, dropout=dropout), [a, b]
+
+
+def peft_layer(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise Unavailable("not installed") from error
+    layer: nn.Module = plain
+    if few_bits:
+        try:
+            from bitsandbytes.nn import Linear4bit, Params4bit
+        except ImportError as error:
+            raise Unavailable("bitsandbytes is not installed") from error
+        out, width = plain.weight.shape
+        dtype = plain.weight.dtype
+        layer = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4")
+        layer.weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4")
+        layer.to(plain.weight.device)
+    config = LoraConfig(
+        r=RANK, lora_alpha=RANK, lora_dropout=dropout, target_modules=["0"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    model = inject_adapter_in_model(config, nn.Sequential(layer))
+    own = [p.requires_grad_() for n, p in model.named_parameters() if "lora" in n]
+    for p in own:
+        p.data = p.data.float()
+    return model, own
+
+
+def case(
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    quick: bool,
+    few_bits: bool = False,
+    dropout: float = 0.0,
+) -> Case:
+    rows, out, width = (24, 32, 64) if quick else sizes
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        def contender(make: Callable[[nn.Linear, bool, float], Any]) -> Contender:
+            held = rows * (width + out) * 2 * dtype.itemsize
+            held += out * width // 2 if few_bits else out * width * dtype.itemsize
+            layers = []
+            for _ in range(sets_needed(held, device)):
+                call, own = make(base(out, width, dtype, device), few_bits, dropout)
+                x, dy = (filled(rows * n, dtype, device).view(rows, n) for n in (width, out))
+                layers.append(Layer(x.requires_grad_(), dy, call, own))
+            call = trained(
+                Rotation(layers), lambda d: d.call(d.x), lambda d: (d.x, *d.trained), lambda d: d.dy
+            ).call
+            return Contender(call, counts=lambda: {PEAK: held_bytes(call, device)[1]})
+
+        return {
+            "headroom": lambda: contender(headroom_layer),
+            "PEFT": lambda: contender(peft_layer),
+        }
+
+    name = "f32" if dtype == F32 else "bf16"
+    kind = "nf4" if few_bits else "dense"
+    dropped = f", dropout {dropout}" if dropout else ""
+    work = 2 * rows * (2 * out * width + 3 * RANK * (out + width))
+    return Case(
+        f"{kind}-{name}-{sizes[0]}{'-dropout' if dropout else ''}",
+        f"{sizes[0]:,} rows of {sizes[2]:,} to {sizes[1]:,}, {kind}, {name}{dropped}, both passes",
+        setup,
+        "PEFT",
+        work,
+        "flop",
+        dtype,
+        [Bar("ratio", 1.1, "cpu")],
+    )
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    sizes = (512, 2048, 2048)
+    return [
+        case(sizes, dtype, quick, few_bits, dropout)
+        for dtype in (F32, BF16)
+        for few_bits in (False, True)
+        for dropout in (0.0, 0.1)
+    ]
+
+
+DROPS = {
+    "f32": evenly(19.9) | {"75": 20.4},
+    "bf16": evenly(19.1) | {"75": 26.9},
+    "f16": evenly(19.1) | {"75": 20.8},
+}
+WIDE = ("IMAD.WIDE.U32",)  # 20 of a group of eight are Philox's, 3 lead to it
+BUDGETS = [
+    Row("lora_rows_kernel", "f32, dropping", 8, 4, 4, WIDE, 2.875, DROPS["f32"]),
+    Row("lora_rows_kernel", "bf16, dropping", 4, 2, 2, WIDE, 2.875, DROPS["bf16"]),
+    Row("lora_rows_kernel", "f16, dropping", 4, 2, 2, WIDE, 2.875, DROPS["f16"], f16=True),
+    Row("lora_rows_kernel", "f32 to bf16", 6, 4, 2, WIDE, 0.375, evenly(5.6) | {"75": 13.3}),
+    Row(
+        "lora_rows_kernel", "f32 to f16", 6, 4, 2, WIDE, 0.375, evenly(5.6) | {"75": 6.9}, f16=True
+    ),
+]
