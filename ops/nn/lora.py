@@ -251,7 +251,7 @@ def attach(
         ValueError: the name is taken or none, a weight is that of another module too, or the model
             is itself such a layer. Nothing is changed then.
     """
-    if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
+    if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
         raise ValueError(f"name is {name!r}, wanted one that a module may have, without a dot")
     layers = {path: model.get_submodule(path) for path in wanted}
     if "" in layers:

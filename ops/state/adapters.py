@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._core.atomic import replacing
 from ..nn.lora import Adapter, LoRALinear, attach, features_of, lora_layers, takes_adapters
@@ -66,7 +67,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     ``modules_to_save``.
 
     Args:
-        model: has the adapter.
+        model: has the adapter. It may be inside DDP or ``torch.compile``.
         folder: is made if it is missing. Both files in it are replaced, each as a whole.
         name: of the adapter. As in PEFT, another one than "default" goes to a folder of its name in
             this one.
@@ -77,6 +78,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
         ValueError: the model has no such adapter; layers differ in what the files have once; or
             what trains cannot be said in them.
     """
+    model = _unwrapped(model)
     layers = {path: one for path, one in lora_layers(model).items() if name in one.adapters}
     if not layers:
         raise ValueError(f"the model has no adapter {name!r}")
@@ -136,6 +138,14 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     for target, _ in saved:
         if isinstance(target, nn.Parameter):
             target.requires_grad_(target.is_floating_point())
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Returns what DDP and torch.compile have wrapped, whose names the files have."""
+    inner: Any = getattr(model, "_orig_mod", None)
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module
+    return model if inner is None else _unwrapped(inner)
 
 
 # ---- writing -------------------------------------------------------------------------------------

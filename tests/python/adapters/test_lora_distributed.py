@@ -44,8 +44,14 @@ def means(model, **options):
     return [sum(grads) / len(grads) for grads in zip(*each)]
 
 
-def ddp(rank, to):
-    got = gradients(DistributedDataParallel(model_of(to, seed=rank)), rank)  # weights of rank 0
+def ddp(rank, to, folder):
+    model = DistributedDataParallel(model_of(to, seed=rank))
+    if rank == 0:
+        headroom.state.save_adapter(model, folder)
+        headroom.state.load_adapter(model.module, folder, "again")
+        headroom.adapters.delete_adapter(model.module, "again")
+        headroom.adapters.use_adapters(model.module, "default")
+    got = gradients(model, rank)  # of the weights of rank 0
     for mine, wanted in zip(got, means(model_of(to, seed=0)), strict=True):
         torch.testing.assert_close(mine, wanted)
 
@@ -59,7 +65,7 @@ def can_shard():
     return True
 
 
-def fsdp(rank, to):
+def fsdp(rank, to, folder):
     if to is not None and not can_shard():
         return
     model, alone = model_of(to), model_of(to)
@@ -74,10 +80,10 @@ def fsdp(rank, to):
         with pytest.raises(TypeError, match="is a DTensor"):
             refused(model)
     with pytest.raises(TypeError, match="is a DTensor"):
-        headroom.state.save_adapter(model, "nowhere")
+        headroom.state.save_adapter(model, folder)
 
 
-def mixed(rank, to):
+def mixed(rank, to, folder):
     """x and dense weights in bfloat16, and adapters that FSDP2 has cast too."""
     if to is not None and not can_shard():
         return
@@ -91,5 +97,5 @@ def mixed(rank, to):
 
 @pytest.mark.parametrize("to", [None, "nf4", "int8"])
 @pytest.mark.parametrize("scenario", [ddp, fsdp, mixed])
-def test_in_two_processes(scenario, to, ranks):
-    ranks(scenario, to)
+def test_in_two_processes(scenario, to, ranks, tmp_path):
+    ranks(scenario, to, str(tmp_path))

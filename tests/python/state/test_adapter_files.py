@@ -128,6 +128,14 @@ def test_a_model_of_no_library(tmp_path):
     torch.testing.assert_close(base(x), again(x))
 
 
+def test_names_are_those_of_the_model_inside_of_wrappers(saved):
+    before = (saved / TENSORS).read_bytes()
+    model = model_of("Llama")
+    load_adapter(model, saved)
+    save_adapter(torch.compile(model), saved)
+    assert (saved / TENSORS).read_bytes() == before
+
+
 def test_what_trains_beside_adapters_is_saved(tmp_path):
     model = model_of("Llama")
     headroom.lora(model, 2, targets=["q_proj"])
