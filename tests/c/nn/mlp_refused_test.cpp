@@ -121,7 +121,7 @@ TEST_P(MlpRefused, BadInputsOfMatrices)
     MlpCase apart = kAll;
     apart.format = HR_NF4;
     const auto matrix = [](Run &r, int k) -> hr_matrix & { return r.few_bits[k]->matrix; };
-    const BadInputs<Run> bad = {
+    BadInputs<Run> bad = {
         {"config->gate_up is f32 \\[6, 6\\], wanted f32 \\[7, 6\\]",
          [=](Run &r) { matrix(r, 0).rows = 6; }},
         {"config->up is f32 \\[7, 5\\], wanted", [=](Run &r) { matrix(r, 1).cols = 5; }},
@@ -141,6 +141,8 @@ TEST_P(MlpRefused, BadInputsOfMatrices)
          [](Run &r) { r.gradient.down.data = r.grads.data[4]; }},
         {"params->up is given, but config->gated is 0", [](Run &r) { r.config.gated = 0; }},
     };
+    for (BadInput<Run> &each : bad) // and not by a function that it calls
+        each.message = std::string(Run::kFunction) + ": " + each.message;
     expect_all_refused<Run>(*backend, apart, bad);
     Run run(*backend, apart);
     matrix(run, 2).rows = 3;
