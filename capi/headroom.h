@@ -925,7 +925,7 @@ typedef struct hr_rows {
 
 /* ---- Matrix products ------------------------------------------------------------------------- */
 
-/* What happens to x = alpha op(A) op(B) + beta C + bias before it is stored, or beside it.
+/* What happens to x = alpha op(A) op(B) + beta C + bias, or + beta addend, before it is stored, or beside it.
  * gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): Hendrycks and Gimpel,
  * arXiv:1606.08415. */
 typedef enum hr_gemm_epilogue {
@@ -943,7 +943,7 @@ typedef struct hr_gemm_config {
     int32_t transpose_a; /* 1: A is stored as [k, m], and op(A) is its transpose */
     int32_t transpose_b; /* 1: B is stored as [n, k] */
     double alpha, beta;  /* finite in binary32 */
-    int64_t batch;       /* 0 or more products with the same sizes; 1 with an epilogue */
+    int64_t batch;       /* 0 or more products of the same sizes; 1 with an epilogue or addend */
     int64_t batch_stride_a, batch_stride_b, batch_stride_c; /* elements from one to the next */
     hr_gemm_epilogue epilogue;
     /* On CUDA, as torch.backends.cuda.matmul has them; the CPU has no use for them. */
@@ -952,12 +952,16 @@ typedef struct hr_gemm_config {
     int32_t deterministic; /* long sums are not split: same bits with any workspace, at some cost */
     hr_rows aux;           /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
     void *bias_gradient;   /* out; NULL for other epilogues */
+    hr_rows addend;        /* [m, n]: what beta multiplies in place of C; NULL data: C */
 } hr_gemm_config;
 
 #define HR_GEMM_CONFIG_INIT                                                                        \
     {                                                                                              \
         sizeof(hr_gemm_config), HR_F32, HR_F32, 0, 0, 1.0, 0.0, 1, 0, 0, 0, HR_GEMM_NONE, 0, 0, 0, \
-            {NULL, 0}, NULL                                                                        \
+            {NULL, 0}, NULL,                                                                       \
+        {                                                                                          \
+            NULL, 0                                                                                \
+        }                                                                                          \
     }
 
 /*
@@ -973,6 +977,8 @@ typedef struct hr_gemm_config {
  *            overlap C; this is refused where it is certain, and otherwise not checked
  * bias       in: [n], or NULL; NULL with HR_GEMM_DGELU, _BGRADA and _BGRADB. The last two also need
  *            m and n of 1 or more and an alpha that is not 0
+ * config->addend  in: [m, n] in out_dtype, for a single product; it may be C, and may not overlap it
+ *            otherwise, which is refused where it is certain. C is then not read
  * workspace  device memory of exec's device at a multiple of 256 bytes, or NULL with 0 bytes. With
  *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from,
  *            and with fewer than 512 none for HR_GEMM_GELU and _DGELU. The CPU needs none

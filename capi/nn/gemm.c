@@ -34,8 +34,9 @@ static hr_status check_config(const char *function, hr_gemm_config *own,
                own->batch);
     HR_REQUIRE(own->epilogue >= HR_GEMM_NONE && own->epilogue <= HR_GEMM_BGRADB,
                "%s: config->epilogue is %d, wanted 0 to 4", function, (int)own->epilogue);
-    HR_REQUIRE(own->epilogue == HR_GEMM_NONE || own->batch == 1,
-               "%s: config->batch is %" PRId64 ", wanted 1 with an epilogue", function, own->batch);
+    HR_REQUIRE((own->epilogue == HR_GEMM_NONE && !own->addend.data) || own->batch == 1,
+               "%s: config->batch is %" PRId64 ", wanted 1 with an epilogue or an addend", function,
+               own->batch);
     return HR_OK;
 }
 
@@ -141,6 +142,22 @@ static hr_status check_output(const char *function, const hr_rows *c, int64_t m,
     return HR_OK;
 }
 
+/* What is added in place of C. */
+static hr_status check_addend(const char *function, const hr_rows *c, int64_t m, int64_t n,
+                              const hr_gemm_config *own)
+{
+    const hr_rows *const addend = &own->addend;
+    if (!addend->data)
+        return HR_OK;
+    HR_TRY(hr_check_rows(function, "config->addend", addend, m, n, own->out_dtype));
+    const extent of_addend = extent_of("addend", addend, m, n, own->out_dtype, 1, 0);
+    const extent of_c = extent_of("c", c, m, n, own->out_dtype, 1, 0);
+    const int is_c = addend->data == c->data && (m == 1 || addend->stride == c->stride);
+    HR_REQUIRE(is_c || !certainly_overlap(&of_c, &of_addend), "%s: config->addend overlaps c",
+               function);
+    return HR_OK;
+}
+
 static hr_status check_epilogue(const char *function, const void *bias, int64_t m, int64_t n,
                                 const hr_gemm_config *own)
 {
@@ -183,8 +200,10 @@ hr_status hr_gemm(const hr_rows *c, const hr_rows *a, const hr_rows *b, const vo
     HR_TRY(check_epilogue(function, bias, m, n, &own));
     const int any = m > 0 && n > 0 && own.batch > 0;
     const int64_t terms = any && own.alpha != 0.0 ? k : 0;
-    if (any)
+    if (any) {
         HR_TRY(check_output(function, c, m, n, &own));
+        HR_TRY(check_addend(function, c, m, n, &own));
+    }
     if (terms > 0) {
         const extent out = extent_of("c", c, m, n, own.out_dtype, own.batch, own.batch_stride_c);
         const int turn_a = own.transpose_a, turn_b = own.transpose_b;

@@ -42,27 +42,6 @@ hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int6
     return HR_OK;
 }
 
-/* Puts x where the product is added to it. Hosts lend products that add to a matrix, or that add a
- * bias, but none that does both: on the CPU the bias is added here, and *bias is then NULL. */
-static hr_status begin_with_x(const mlp_call *call, const hr_rows *to, const hr_rows *x,
-                              int64_t rows, const void **bias)
-{
-    const int64_t hidden = call->sizes.hidden, element = (int64_t)call->sizes.element;
-    const int64_t bytes = hidden * element; /* a single row may have any stride */
-    const int64_t to_pitch = rows > 1 ? to->stride * element : bytes;
-    const int64_t from_pitch = rows > 1 ? x->stride * element : bytes;
-    const int on_cpu = call->exec->device == HR_CPU;
-    if (on_cpu && *bias) {
-        const void *const added = *bias;
-        *bias = NULL;
-        return add_to_rows_host(to, x, added, rows, hidden, call->config.dtype);
-    }
-    if (to->data == x->data)
-        return HR_OK;
-    HR_ON_DEVICE(call->exec, copy_rows, to->data, to_pitch, x->data, from_pitch, bytes, rows);
-    return HR_OK;
-}
-
 static hr_status forward_tile(const mlp_call *call, const hr_rows *y, int64_t first, int64_t rows)
 {
     const mlp_sizes *const s = &call->sizes;
@@ -85,7 +64,13 @@ static hr_status forward_tile(const mlp_call *call, const hr_rows *y, int64_t fi
     const void *bias = call->params.down_bias;
     if (call->config.residual) {
         config.beta = 1;
-        HR_RUN(begin_with_x(call, &to, &x, rows, &bias));
+        config.addend = x;
+    }
+    /* Hosts lend products that add to a matrix, or that add a bias, but none that does both. */
+    if (call->config.residual && bias && call->exec->device == HR_CPU) {
+        HR_RUN(add_to_rows_host(&to, &x, bias, rows, s->hidden, call->config.dtype));
+        config.addend = to;
+        bias = NULL;
     }
     const mlp_factor down = {call->params.down, call->config.down};
     return mlp_product(call, &to, &activated, &down, bias, rows, s->hidden, s->features, &config);

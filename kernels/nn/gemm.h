@@ -16,7 +16,7 @@ typedef struct gemm_args {
     size_t workspace_bytes;
 } gemm_args;
 
-/* alpha * sum + beta * C + bias. An absent bias is -0, the number whose addition changes none. */
+/* alpha * sum + beta * addend + bias. An absent bias is -0, the number whose addition changes none. */
 #define GEMM_NO_BIAS (-0.0f)
 
 HR_INLINE float gemm_value(float sum, float alpha, float beta, float c, float bias)

@@ -7,6 +7,7 @@
  */
 #include <pthread.h>
 
+#include "kernels/core/copy.h"
 #include "kernels/core/rows_cpu.h"
 #include "kernels/nn/gemm.h"
 
@@ -242,6 +243,7 @@ static lent_product lent_now(void)
 static hr_status ask_host(const gemm_args *args)
 {
     hr_gemm_config config = args->config;
+    config.addend = (hr_rows){NULL, 0};
     if (config.epilogue == HR_GEMM_BGRADA || config.epilogue == HR_GEMM_BGRADB) {
         config.epilogue = HR_GEMM_NONE;
         config.bias_gradient = NULL;
@@ -253,8 +255,21 @@ static hr_status ask_host(const gemm_args *args)
                     args->k, &config);
 }
 
+/* A host adds to C, and so does the loop: an addend that lies elsewhere is copied there. */
+static void begin_with_addend(const gemm_args *args)
+{
+    const hr_rows *const from = &args->config.addend;
+    if (args->config.beta == 0.0 || !from->data || from->data == args->c.data)
+        return;
+    const int64_t element = hr_element_size(args->config.out_dtype), bytes = args->n * element;
+    const int64_t pitches[] = {args->m > 1 ? args->c.stride * element : bytes,
+                               args->m > 1 ? from->stride * element : bytes};
+    copy_rows_cpu(args->c.data, pitches[0], from->data, pitches[1], bytes, args->m);
+}
+
 hr_status gemm_cpu(const gemm_args *args)
 {
+    begin_with_addend(args);
     const gemm_grid grid = grid_of(args);
     const int64_t tiles = grid.rows * grid.cols * args->config.batch;
     const hr_status status = tiles > 0 && args->k > 0 ? ask_host(args) : HR_UNSUPPORTED;

@@ -34,8 +34,9 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t row = blockIdx.y; row < config.batch * a.m; row += gridDim.y) {
         const int64_t index = row / a.m, i = row % a.m;
         const int64_t at = index * config.batch_stride_c + i * a.c.stride + j;
-        const float c = beta != 0.0f ? hr_load(a.c.data, at, dtype) : 0.0f;
-        float x = gemm_value(sums ? sums[i * a.n + j] : 0.0f, alpha, beta, c, bias);
+        const int64_t added_at = index * config.batch_stride_c + i * config.addend.stride + j;
+        const float added = beta != 0.0f ? hr_load(config.addend.data, added_at, dtype) : 0.0f;
+        float x = gemm_value(sums ? sums[i * a.n + j] : 0.0f, alpha, beta, added, bias);
         const int64_t aux_at = i * config.aux.stride + j;
         if (config.epilogue == HR_GEMM_GELU) {
             if (config.aux.data)
@@ -75,12 +76,12 @@ static hr_status multiply(const gemm_args *, const hr_exec *)
 
 /* All that the choice depends on, without padding. */
 struct choice_key {
-    int64_t m, n, k, lda, ldb, ldc, stride_a, stride_b, stride_c;
+    int64_t m, n, k, lda, ldb, ldc, ld_addend, stride_a, stride_b, stride_c;
     size_t workspace_bytes;
-    int32_t device, dtype, out_dtype, transpose_a, transpose_b, bias, tf32, reductions, batch;
-    int32_t align_a, align_b, align_c;
+    int32_t device, dtype, out_dtype, transposes, bias, tf32, reductions, batch;
+    int32_t align_a, align_b, align_c, align_addend;
 };
-static_assert(sizeof(choice_key) == 10 * 8 + 12 * 4, "keys are compared byte by byte");
+static_assert(sizeof(choice_key) == 11 * 8 + 12 * 4, "keys are compared byte by byte");
 
 struct choice {
     choice_key key;
@@ -129,11 +130,12 @@ struct cublas_call {
 struct product {
     const cublas_api *api;
     cublasLtMatmulDesc_t operation;
-    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulPreference_t preference;
 
     explicit product(const cublas_api *api)
-        : api(api), operation(nullptr), a(nullptr), b(nullptr), c(nullptr), preference(nullptr)
+        : api(api), operation(nullptr), a(nullptr), b(nullptr), c(nullptr), d(nullptr),
+          preference(nullptr)
     {
     }
     product(const product &) = delete;
@@ -143,7 +145,7 @@ struct product {
             api->cublasLtMatmulDescDestroy(operation);
         if (preference)
             api->cublasLtMatmulPreferenceDestroy(preference);
-        for (cublasLtMatrixLayout_t layout : {a, b, c})
+        for (cublasLtMatrixLayout_t layout : {a, b, c, d})
             if (layout)
                 api->cublasLtMatrixLayoutDestroy(layout);
     }
@@ -241,6 +243,7 @@ static choice_key key_of(const gemm_args *args, int32_t device)
     key.lda = leading(&args->a, config.transpose_a ? args->m : args->k);
     key.ldb = leading(&args->b, config.transpose_b ? args->k : args->n);
     key.ldc = leading(&args->c, args->n);
+    key.ld_addend = leading(&config.addend, args->n);
     key.batch = (int32_t)config.batch;
     key.stride_a = many ? config.batch_stride_a : 0;
     key.stride_b = many ? config.batch_stride_b : 0;
@@ -248,12 +251,13 @@ static choice_key key_of(const gemm_args *args, int32_t device)
     key.workspace_bytes = args->workspace_bytes;
     key.device = device;
     key.dtype = config.dtype, key.out_dtype = config.out_dtype;
-    key.transpose_a = config.transpose_a, key.transpose_b = config.transpose_b;
+    key.transposes = config.transpose_a + 2 * config.transpose_b;
     key.bias = args->bias != nullptr;
     key.tf32 = config.dtype == HR_F32 && config.allow_tf32;
     key.reductions = (int32_t)reductions_of(config);
     key.align_a = alignment(args->a.data), key.align_b = alignment(args->b.data);
     key.align_c = alignment(args->c.data);
+    key.align_addend = alignment(config.addend.data);
     return key;
 }
 
@@ -279,7 +283,9 @@ static hr_status describe(product *p, const gemm_args *args, const choice_key &k
     LT_TRY_STATUS(set_layout(*p, &p->b, &args->a, turn_a ? args->k : args->m,
                              turn_a ? args->m : args->k, config.dtype, config.batch,
                              config.batch_stride_a));
-    return set_layout(*p, &p->c, &args->c, args->m, args->n, config.out_dtype, config.batch,
+    LT_TRY_STATUS(set_layout(*p, &p->c, &config.addend, args->m, args->n, config.out_dtype,
+                             config.batch, config.batch_stride_c));
+    return set_layout(*p, &p->d, &args->c, args->m, args->n, config.out_dtype, config.batch,
                       config.batch_stride_c);
 }
 
@@ -291,12 +297,12 @@ static hr_status choose(product *p, cublasLtHandle_t handle, const gemm_args *ar
     LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)key.reductions));
     LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)key.align_b));
     LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)key.align_a));
-    LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)key.align_c));
+    LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)key.align_addend));
     LT_TRY_STATUS(set(*p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)key.align_c));
     cublasLtMatmulHeuristicResult_t result;
     int found = 0;
     const cublasStatus_t status = p->api->cublasLtMatmulAlgoGetHeuristic(
-        handle, p->operation, p->a, p->b, p->c, p->c, p->preference, 1, &result, &found);
+        handle, p->operation, p->a, p->b, p->c, p->d, p->preference, 1, &result, &found);
     if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED)
         return failed(p->api, "cublasLtMatmulAlgoGetHeuristic", status);
     made->is_made = true;
@@ -331,7 +337,7 @@ static hr_status multiply_at_once(const cublas_call *lt, const gemm_args *args, 
         return HR_OK;
     const float alpha = (float)config.alpha, beta = (float)config.beta;
     LT_TRY(lt->api, cublasLtMatmul, lt->handle, p.operation, &alpha, args->b.data, p.a,
-           args->a.data, p.b, &beta, args->c.data, p.c, args->c.data, p.c, &made.algorithm,
+           args->a.data, p.b, &beta, config.addend.data, p.c, args->c.data, p.d, &made.algorithm,
            args->workspace, args->workspace_bytes, lt->exec->stream);
     return HR_OK;
 }
@@ -360,6 +366,9 @@ static gemm_args part_of(const gemm_args *args, int64_t index, int64_t i, int64_
     part.c.data = moved(args->c.data, index * config.batch_stride_c + i * args->c.stride + j,
                         config.out_dtype);
     part.bias = moved(args->bias, j, config.out_dtype);
+    part.config.addend.data =
+        moved(config.addend.data, index * config.batch_stride_c + i * config.addend.stride + j,
+              config.out_dtype);
     part.config.aux.data = moved(config.aux.data, i * config.aux.stride + j, config.out_dtype);
     return part;
 }
@@ -369,7 +378,7 @@ static hr_status multiply_part(const cublas_call *lt, const gemm_args *part, flo
                                bool only_asks)
 {
     gemm_args plain = *part;
-    plain.c = {sums, part->n};
+    plain.c = plain.config.addend = {sums, part->n};
     plain.bias = nullptr;
     plain.config.out_dtype = HR_F32;
     plain.config.alpha = 1.0;
@@ -468,7 +477,10 @@ static hr_status multiply(const gemm_args *args, const hr_exec *exec)
 hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec)
 {
     const bool is_product = args->m > 0 && args->n > 0 && args->k > 0 && args->config.batch > 0;
-    const hr_status status = is_product ? multiply(args, exec) : finish(args, nullptr, exec);
+    gemm_args whole = *args; /* whose addend is C where there is no other */
+    if (!whole.config.addend.data || whole.config.beta == 0.0)
+        whole.config.addend = whole.c;
+    const hr_status status = is_product ? multiply(&whole, exec) : finish(&whole, nullptr, exec);
     if (status != HR_OK || !args->config.bias_gradient)
         return status;
     const column_sums sums = gemm_bias_gradient(args);

@@ -201,7 +201,11 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
             from.torch_dtype != to.torch_dtype)
             fail("c must have the sizes, dtype and device of the result");
         require_memory(from, "c");
-        if (beta != 0)
+        const bool has_rows = from.dim == 2 && (product.n <= 1 || from.strides[1] == 1) &&
+                              from.strides[0] >= product.n;
+        if (beta != 0 && has_rows)
+            product.config.addend = {from.data, from.strides[0]};
+        else if (beta != 0)
             torch::stable::copy_(out, *c);
     }
     product.config.out_dtype = float32_out ? HR_F32 : product.config.dtype;

@@ -76,12 +76,12 @@ uint64_t hash_of(const void *data, size_t bytes, uint64_t hash = 146959810393466
 
 // Of all that a choice may depend on, but for addresses.
 uint64_t problem_of(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, const Layout &b,
-                    const Layout &d)
+                    const Layout &c, const Layout &d)
 {
     const int64_t numbers[] = {desc.compute, desc.transpose_a, desc.transpose_b,
                                int64_t(desc.epilogue)};
     uint64_t hash = hash_of(numbers, sizeof numbers);
-    for (const Layout *x : {&a, &b, &d}) {
+    for (const Layout *x : {&a, &b, &c, &d}) {
         const int64_t more[] = {x->type, int64_t(x->rows), int64_t(x->cols),
                                 x->ld,   x->offset,        x->batch};
         hash = hash_of(more, sizeof more, hash);
@@ -144,7 +144,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     const cublasStatus_t status = check(*desc, *a, *b, *c, *d);
     if (status != CUBLAS_STATUS_SUCCESS)
         return status;
-    const uint64_t problem = problem_of(*desc, *a, *b, *d);
+    const uint64_t problem = problem_of(*desc, *a, *b, *c, *d);
     *found = 1;
     results[0] = {};
     if (is_refused(*desc, *d, preference->workspace,
@@ -174,10 +174,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     const cublasStatus_t problem = check(*desc, *a, *b, *c, *d);
     if (problem != CUBLAS_STATUS_SUCCESS)
         return problem;
-    if (algorithm->data[0] != problem_of(*desc, *a, *b, *d))
+    if (algorithm->data[0] != problem_of(*desc, *a, *b, *c, *d))
         return invalid("the algorithm was chosen for another problem");
     if (workspace_bytes < algorithm->data[1])
         return invalid("the workspace is smaller than what the algorithm was chosen for");
+    if (C == D && c->ld != d->ld)
+        return invalid("C is D, but has another leading dimension");
     const void *const addresses[] = {A, B, C, D};
     for (int i = 0; i < 4; i++)
         if (reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->data[2 + i] != 0)

@@ -301,13 +301,13 @@ TEST_P(LinearCrossEntropy, SumsInHalvesHaveTheSameBitsAtEveryAddress)
 {
     for (const int64_t features : {24, 280}) // 3 vectors, and more than a warp has
         for (const int32_t adds : {0, 1}) {
-            const Case c = {.rows = 30,
+            const Case c = {.rows = 20,
                             .features = features,
-                            .classes = 70,
+                            .classes = 37,
                             .gap = 8,
                             .dtype = HR_BF16,
                             .grad_dtype = HR_BF16,
-                            .limit = 8 * 70 * 4};
+                            .limit = 8 * 37 * 4};
             Call aligned(*backend, c), odd(*backend, c);
             aligned.config.add_to_weight_grads = odd.config.add_to_weight_grads = adds;
             odd.grads.weight.data = moved(odd.grads.weight.data, 2);
@@ -318,8 +318,7 @@ TEST_P(LinearCrossEntropy, SumsInHalvesHaveTheSameBitsAtEveryAddress)
                 for (int64_t j = 0; j < features + c.gap - 1; j++) {
                     const size_t at = size_t(row * (features + c.gap) + j);
                     ASSERT_EQ(one[at], other[at + 1]) << row << ", " << j;
-                    if (j >= features)
-                        ASSERT_EQ(one[at], 77) << row << ", " << j;
+                    ASSERT_TRUE(j < features || one[at] == 77) << row << ", " << j;
                 }
             EXPECT_TRUE(aligned.whole() && odd.whole());
         }

@@ -31,6 +31,20 @@ TEST_P(GemmRefused, BadInputs)
         {"config->beta is inf", [](R &r) { r.config.beta = INFINITY; }},
         {"config->batch is -1", [](R &r) { r.config.batch = -1; }},
         {"config->epilogue is 5", [](R &r) { r.config.epilogue = hr_gemm_epilogue(5); }},
+        {"config->batch is 2, wanted 1 with an epilogue or an addend",
+         [](R &r) { r.config.addend = r.c_rows, r.config.batch = 2; }},
+        {"config->addend->stride is 4",
+         [](R &r) {
+             r.config.addend = {r.c_rows.data, 4};
+         }},
+        {"config->addend overlaps c",
+         [](R &r) {
+             r.config.addend = {moved(r.c_rows.data, 4), r.c_rows.stride};
+         }},
+        {"config->addend overlaps c",
+         [](R &r) {
+             r.config.addend = {r.c_rows.data, r.c_rows.stride + 1};
+         }},
         {"config->batch is 2, wanted 1 with an epilogue",
          [](R &r) { r.config.epilogue = HR_GEMM_GELU, r.config.batch = 2; }},
         {"c is NULL", [](R &r) { r.c_argument = nullptr; }},

@@ -17,7 +17,8 @@ struct GemmCase {
     hr_gemm_epilogue epilogue = HR_GEMM_NONE;
     bool aux = false, bias_gradient = false;
     size_t shift = 0;
-    bool one_b = false; // for all products of the batch
+    bool one_b = false;  // for all products of the batch
+    bool addend = false; // apart from C
 };
 
 inline std::ostream &operator<<(std::ostream &out, const GemmCase &c)
@@ -26,7 +27,8 @@ inline std::ostream &operator<<(std::ostream &out, const GemmCase &c)
                << name_of(c.dtype) << " to " << name_of(c.out_dtype)
                << (c.transpose_a ? ", A^T" : "") << (c.transpose_b ? ", B^T" : "")
                << (c.bias ? ", bias" : "") << ", alpha " << c.alpha << ", beta " << c.beta
-               << ", batch " << c.batch << ", epilogue " << c.epilogue << ", shift " << c.shift;
+               << ", batch " << c.batch << ", epilogue " << c.epilogue << ", shift " << c.shift
+               << (c.addend ? ", addend" : "");
 }
 
 // A stored matrix, and the stride of a batch.
@@ -49,10 +51,13 @@ class GemmRun
         : shape(c), a_shape(c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k, c.gap),
           b_shape(c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n, c.gap),
           c_shape(c.m, c.n, c.gap), aux_shape(c.m, c.n, c.gap),
+          addend_shape(c.m, c.n, c.gap ? 1 : 0),
           a(backend, a_shape.numel(c.batch), {c.dtype}, c.shift, noise_of(A)),
           b(backend, b_shape.numel(c.one_b ? 1 : c.batch), {c.dtype}, c.shift, noise_of(B)),
           c(backend, c_shape.numel(c.batch), {c.out_dtype}, c.shift,
-            c.beta != 0 ? noise_of(C) : garbage),
+            c.beta != 0 && !c.addend ? noise_of(C) : garbage),
+          addend(backend, addend_shape.numel(1, c.addend), {c.out_dtype}, c.shift,
+                 c.beta != 0 ? noise_of(C) : garbage),
           bias(backend, {c.bias ? c.n : 0}, {c.out_dtype}, c.shift, noise_of(BIAS)),
           aux(backend, aux_shape.numel(1, c.aux), {c.out_dtype}, c.shift,
               c.epilogue == HR_GEMM_DGELU ? noise_of(AUX) : garbage),
@@ -64,7 +69,7 @@ class GemmRun
           workspace(backend, std::vector<uint8_t>(workspace_for(backend), 0x77)),
           exec(backend.exec()), m(c.m), n(c.n), k(c.k)
     {
-        for (const Tensors *const tensor : {&a, &b, &this->c, &aux})
+        for (const Tensors *const tensor : {&a, &b, &this->c, &aux, &addend})
             before.push_back(tensor->values(0));
         config.dtype = c.dtype, config.out_dtype = c.out_dtype;
         config.transpose_a = c.transpose_a, config.transpose_b = c.transpose_b;
@@ -74,6 +79,8 @@ class GemmRun
         config.batch_stride_b = c.one_b ? 0 : b_shape.batch_stride;
         config.batch_stride_c = c_shape.batch_stride;
         config.epilogue = c.epilogue;
+        if (c.addend)
+            config.addend = {addend.data[0], addend_shape.stride};
         if (c.aux)
             config.aux = {aux.data[0], aux_shape.stride};
         if (c.bias_gradient)
@@ -93,13 +100,13 @@ class GemmRun
     }
     std::vector<uint8_t> image() const
     {
-        return image_of(
-            {&a.buffers, &b.buffers, &c.buffers, &bias.buffers, &aux.buffers, &gradient.buffers});
+        return image_of({&a.buffers, &b.buffers, &c.buffers, &bias.buffers, &aux.buffers,
+                         &gradient.buffers, &addend.buffers});
     }
     bool whole() const
     {
         return intact({&a.buffers, &b.buffers, &c.buffers, &bias.buffers, &aux.buffers,
-                       &gradient.buffers}) &&
+                       &gradient.buffers, &addend.buffers}) &&
                workspace.intact();
     }
     // Of op(A) and op(B), as they were before the call.
@@ -113,10 +120,17 @@ class GemmRun
         const int64_t row = shape.transpose_b ? j : p, col = shape.transpose_b ? p : j;
         return before[1][size_t(index * config.batch_stride_b + row * b_shape.stride + col)];
     }
+    // What beta multiplies, before the call.
+    double at_addend(int64_t index, int64_t i, int64_t j) const
+    {
+        return shape.addend
+                   ? before[4][size_t(i * addend_shape.stride + j)]
+                   : before[2][size_t(index * config.batch_stride_c + i * c_shape.stride + j)];
+    }
 
     GemmCase shape;
-    StoredMatrix a_shape, b_shape, c_shape, aux_shape;
-    Tensors a, b, c, bias, aux, gradient;
+    StoredMatrix a_shape, b_shape, c_shape, aux_shape, addend_shape;
+    Tensors a, b, c, addend, bias, aux, gradient;
     Buffer workspace;
     std::vector<std::vector<double>> before;
     // Arguments, for a test to spoil.

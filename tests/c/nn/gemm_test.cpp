@@ -41,7 +41,7 @@ void expect_product(Backend &backend, const GemmCase &c)
                 const size_t at =
                     size_t(index * run.config.batch_stride_c + i * run.c_shape.stride + j);
                 double x = c.alpha * product + (c.bias ? bias[size_t(j)] : 0);
-                x += c.beta != 0 ? c.beta * run.before[2][at] : 0;
+                x += c.beta != 0 ? c.beta * run.at_addend(index, i, j) : 0;
                 size = std::fabs(c.alpha) * size + 1;
                 const size_t aux_at = size_t(i * run.aux_shape.stride + j);
                 if (c.epilogue == HR_GEMM_GELU) {
@@ -89,6 +89,7 @@ std::vector<GemmCase> cases(bool long_ones)
                 c.batch = turn % 6 == 5 ? 3 : 1;
                 c.one_b = turn % 12 == 11;
                 c.shift = turn % 3 == 2;
+                c.addend = c.batch == 1 && turn % 2 == 0;
                 all.push_back(c);
                 turn++;
             }
@@ -97,7 +98,7 @@ std::vector<GemmCase> cases(bool long_ones)
         c.m = 130, c.n = 141, c.k = turns % 2 ? 65 : 300;
         c.transpose_a = turns & 1, c.transpose_b = turns & 2;
         c.dtype = c.out_dtype = turns & 4 ? HR_BF16 : HR_F32;
-        c.gap = turns, c.beta = turns % 3;
+        c.gap = turns, c.beta = turns % 3, c.addend = turns & 4;
         all.push_back(c);
     }
     return all;
@@ -122,6 +123,7 @@ std::vector<GemmCase> epilogue_cases()
             c.beta = turn % 3 == 0;
             c.alpha = turn % 3 ? 1 : -0.75;
             c.shift = turn % 4 == 2;
+            c.addend = turn % 6 < 3;
             all.push_back(c);
         }
     return all;

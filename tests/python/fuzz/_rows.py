@@ -40,6 +40,7 @@ GemmConfig = config(
     ("epilogue allow_tf32 allow_reduced_precision_reduction deterministic", c_int32),
     ("aux", Rows),
     ("bias_gradient", c_void_p),
+    ("addend", Rows),
     sizes=("batch", "batch_stride_a", "batch_stride_b", "batch_stride_c"),
 )
 NormConfig = config(("kind casting dtype weight_dtype", c_int32), ("eps offset", c_double))
@@ -304,9 +305,11 @@ def gemm(rng: random.Random, memory: Memory) -> Call:
         own.aux = matrix(rng, memory, n, own.out_dtype)
     if sums or (own.epilogue == 2 and rng.random() < 0.7):
         own.bias_gradient = part(rng, memory, own.out_dtype)
+    if own.batch == 1 and rng.random() < 0.3:
+        own.addend = rng.choice([c, matrix(rng, memory, n, own.out_dtype)])
     arguments = [c, a, b, bias, Limited(m), c_int64(n), Limited(k), own]
     arguments += [c_void_p(None), c_size_t(0), exec_()]
-    return call("hr_gemm", arguments, written, (own.aux,))
+    return call("hr_gemm", arguments, written, (own.aux, own.addend))
 
 
 # ---- What to allocate ----------------------------------------------------------------------------

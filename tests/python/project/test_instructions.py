@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
+import headroom
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks.instructions import __main__ as command  # noqa: E402
-from benchmarks.instructions import disassembly, rows  # noqa: E402
+from benchmarks.instructions import disassembly, head, rows  # noqa: E402
 from benchmarks.instructions.loops import hot_loops  # noqa: E402
 from benchmarks.instructions.model import Device  # noqa: E402
 
@@ -129,6 +130,32 @@ def test_the_model():
     assert device.needed(instructions=48, traffic=16) == 2 * 48 / 32
     assert device.fraction(48, 16) == 1
     assert device.fraction(96, 16) == 0.5
+
+
+def test_the_prediction_of_a_head():
+    """The order that the library chooses is the faster one by the counts too, which are others."""
+    library = next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))
+    for gpu in (gpu for gpu in head.GPUS if gpu.name != "H200"):
+        for sizes in ((8192, 4096, 128256), (8192, 2048, 128256), (16384, 8192, 128256)):
+            by_mode = {
+                mode: head.predicted(library, gpu, sizes, mode)[2]
+                for mode in (head.TOKENS, head.VOCABULARY)
+            }
+            chosen = head.needs_of(library, gpu, *sizes, 0).mode
+            assert by_mode[chosen] <= 1.05 * min(by_mode.values()), (gpu.name, sizes)
+    h100 = next(gpu for gpu in head.GPUS if gpu.name == "H100")
+    needs, kernels, seconds = head.predicted(library, h100, (8192, 4096, 128256), 0)
+    assert seconds <= 58e-3
+    assert needs.workspace <= 0.6e9
+    of_a_product = 2 * 8192 * 4096 * 128256  # of which one of 14 tiles is computed once less
+    assert sum(k.operations for k in kernels) == pytest.approx((4 - 1 / 14) * of_a_product)
+
+
+def test_the_command_for_a_head(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["head", "--sizes", "8192", "4096", "128256"])
+    head.main()
+    printed = capsys.readouterr().out
+    assert "H100, vocabulary, chosen: 8,192 rows x 9,216 classes at a time" in printed
 
 
 def test_every_row_has_a_name_of_its_own():
