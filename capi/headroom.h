@@ -1483,12 +1483,16 @@ typedef struct hr_linear_config {
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
     int32_t reserved; /* 0 */
-    double beta;      /* 0: y and dx are not read; else as in hr_gemm_config */
+    double beta;      /* 0: y and dx are not read; this and the next: as in hr_gemm_config */
+    hr_rows addend;   /* what beta multiplies in place of y or dx; NULL data: these */
 } hr_linear_config;
 
-#define HR_LINEAR_CONFIG_INIT                     \
-    {                                             \
-        sizeof(hr_linear_config), 0, 0, 0, 0, 0.0 \
+#define HR_LINEAR_CONFIG_INIT                      \
+    {                                              \
+        sizeof(hr_linear_config), 0, 0, 0, 0, 0.0, \
+        {                                          \
+            NULL, 0                                \
+        }                                          \
     }
 
 typedef struct hr_linear_needs {

@@ -76,6 +76,10 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
     if (config)
         HR_TRY(hr_copy_config(function, "config->", &call->config, sizeof call->config, config,
                               offsetof(hr_linear_config, beta), "HR_LINEAR_CONFIG_INIT"));
+    if (config && config->size < sizeof call->config) { /* of an older header */
+        call->config.beta = 0.0;
+        call->config.addend = (hr_rows){NULL, 0};
+    }
     HR_TRY(hr_check_flag(function, "allow_tf32", call->config.allow_tf32));
     HR_TRY(hr_check_flag(function, "allow_reduced_precision_reduction",
                          call->config.allow_reduced_precision_reduction));
@@ -154,16 +158,19 @@ static hr_status multiply(const linear_call *call, const linear_rows *rows, cons
                           int64_t first, int64_t lines, void *workspace, size_t workspace_bytes)
 {
     const int64_t offset = first * (int64_t)hr_dtype_size(call->matrix.dtype);
-    const gemm_args args = {.c = {(char *)rows->out.data + offset, rows->out.stride},
-                            .a = rows->in,
-                            .b = *part,
-                            .bias = rows->bias ? (const char *)rows->bias + offset : NULL,
-                            .m = call->m,
-                            .n = lines,
-                            .k = terms_of(call),
-                            .config = gemm_config_of(call),
-                            .workspace = workspace,
-                            .workspace_bytes = workspace_bytes};
+    gemm_args args = {.c = {(char *)rows->out.data + offset, rows->out.stride},
+                      .a = rows->in,
+                      .b = *part,
+                      .bias = rows->bias ? (const char *)rows->bias + offset : NULL,
+                      .m = call->m,
+                      .n = lines,
+                      .k = terms_of(call),
+                      .config = gemm_config_of(call),
+                      .workspace = workspace,
+                      .workspace_bytes = workspace_bytes};
+    args.config.addend = call->config.addend;
+    if (args.config.addend.data)
+        args.config.addend.data = (char *)args.config.addend.data + offset;
     HR_ON_DEVICE(call->exec, gemm, &args);
     return HR_OK;
 }
@@ -223,6 +230,9 @@ static hr_status run_call(linear_call *call, const char *out_name, const hr_rows
     HR_TRY(hr_check_rows(function, out_name, out, call->m, call->lines, w->dtype));
     HR_TRY(hr_check_rows(function, in_name, in, call->m, terms_of(call), w->dtype));
     HR_TRY(hr_check_vector(function, "bias", bias, w->dtype));
+    if (call->config.addend.data)
+        HR_TRY(hr_check_rows(function, "config->addend", &call->config.addend, call->m, call->lines,
+                             w->dtype));
     HR_RUN(choose(call));
     const hr_linear_needs needs = needs_of(call);
     HR_REQUIRE(bytes >= needs.least, "%s: workspace_bytes is %zu, wanted %zu or more", function,

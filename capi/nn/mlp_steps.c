@@ -69,6 +69,7 @@ hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, 
         return hr_gemm(c, a, &b->rows, bias, m, n, k, config, workspace, bytes, call->exec);
     hr_linear_config linear = mlp_linear_config(&call->config);
     linear.beta = config->beta;
+    linear.addend = config->addend;
     return config->transpose_b
                ? hr_linear_forward(c, a, b->few_bits, bias, m, &linear, workspace, bytes,
                                    call->exec)

@@ -22,6 +22,10 @@ TEST_P(LinearRefused, BadInputs)
          [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
         {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
         {": config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }},
+        {"^hr_linear_.*ward: config->addend->stride is 1, wanted cols",
+         [](R &r) {
+             r.config.addend = {r.out_rows.data, 1};
+         }},
         {"^hr_linear_.*ward: config->beta is inf, wanted a finite",
          [](R &r) { r.config.beta = INFINITY; }},
         {": [yx] is NULL|: d[yx] is NULL", [](R &r) { r.out_argument = nullptr; }},

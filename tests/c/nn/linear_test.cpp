@@ -93,16 +93,41 @@ TEST_P(Linear, AddsToWhatIsThere)
             }
 }
 
+TEST_P(Linear, AddsToWhatIsElsewhere)
+{
+    for (const bool backward : {false, true}) {
+        LinearCase c;
+        c.backward = backward, c.space = Space::LEAST, c.gap = 3;
+        c.beta = -2;
+        const LinearRun there(*backend, c), other(*backend, c); // 77 in all elements
+        LinearRun run(*backend, c);
+        run.config.addend = other.out_rows;
+        const std::vector<uint8_t> before = other.image();
+        run.out.put(0, std::vector<double>(size_t(run.out.numel[0]), NAN));
+        ASSERT_EQ(there.call(), HR_OK) << hr_last_error();
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        EXPECT_EQ(other.image(), before);
+        const std::vector<double> got = run.out.values(0), wanted = there.out.values(0);
+        for (int64_t i = 0; i < c.m; i++)
+            for (int64_t j = 0; j < run.out_cols(); j++) {
+                const size_t at = size_t(i * run.out_rows.stride + j);
+                ASSERT_EQ(got[at], wanted[at]) << c << i << ", " << j;
+            }
+    }
+}
+
 TEST_P(Linear, AConfigOfAnOlderHeaderAddsNothing)
 {
     LinearCase c;
     c.beta = 3;
     LinearRun run(*backend, c);
-    cut(run.config, offsetof(hr_linear_config, beta));
-    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
     const LinearRun plain(*backend, LinearCase());
     ASSERT_EQ(plain.call(), HR_OK) << hr_last_error();
-    EXPECT_EQ(run.out.values(0), plain.out.values(0));
+    for (const size_t more : {8, 4, 0}) {
+        cut(run.config, offsetof(hr_linear_config, beta) + more);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        EXPECT_EQ(run.out.values(0), plain.out.values(0));
+    }
 }
 
 // Tiles and lanes: columns about a multiple of what a turn takes.

@@ -16,11 +16,12 @@ from tests.python.fuzz._c_calls import (
     exec_,
     struct,
 )
-from tests.python.fuzz._rows import SIZES, call, matrix, spans, vector
+from tests.python.fuzz._rows import SIZES, Rows, call, matrix, spans, vector
 
 LinearConfig = config(
     ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32),
     ("beta", c_double),
+    ("addend", Rows),
 )
 Needs = struct(("best least whole", c_size_t))
 
