@@ -109,6 +109,13 @@ static int certainly_overlap(const extent *x, const extent *y)
     return x->begin == y->begin || (is_dense(x) && is_dense(y)) || have_common_columns(x, y);
 }
 
+int gemm_overlap(const hr_rows *x, const hr_rows *y, int64_t m, int64_t n, hr_dtype dtype)
+{
+    const extent of_x = extent_of("x", x, m, n, dtype, 1, 0);
+    const extent of_y = extent_of("y", y, m, n, dtype, 1, 0);
+    return certainly_overlap(&of_x, &of_y);
+}
+
 /* One of A and B. */
 static hr_status check_factor(const char *function, const char *name, const hr_rows *x,
                               int64_t rows, int64_t cols, int64_t batch_stride,
@@ -150,11 +157,9 @@ static hr_status check_addend(const char *function, const hr_rows *c, int64_t m,
     if (!addend->data)
         return HR_OK;
     HR_TRY(hr_check_rows(function, "config->addend", addend, m, n, own->out_dtype));
-    const extent of_addend = extent_of("addend", addend, m, n, own->out_dtype, 1, 0);
-    const extent of_c = extent_of("c", c, m, n, own->out_dtype, 1, 0);
     const int is_c = addend->data == c->data && (m == 1 || addend->stride == c->stride);
-    HR_REQUIRE(is_c || !certainly_overlap(&of_c, &of_addend), "%s: config->addend overlaps c",
-               function);
+    HR_REQUIRE(is_c || !gemm_overlap(c, addend, m, n, own->out_dtype),
+               "%s: config->addend overlaps c", function);
     return HR_OK;
 }
 

@@ -103,6 +103,8 @@ hr_status hr_mlp_forward(const hr_rows *y, const hr_mlp_saved *saved, const hr_r
         "%s: y is x, which must have the same stride and be needed no more, so that saved is "
         "empty",
         call.function);
+    HR_REQUIRE(in_place || tokens == 0 || !gemm_overlap(y, x, tokens, hidden, call.config.dtype),
+               "%s: y overlaps x, wanted y apart from x, or y that is x", call.function);
     HR_RUN(mlp_forward_layout(&call.layout, &call.sizes, kept, &call.config, exec));
     HR_TRY(mlp_check_workspace(&call, workspace, workspace_bytes));
     return forward(&call, y);

@@ -76,7 +76,8 @@ hr_rows mlp_tile_rows(const mlp_call *call, void *kept, size_t place, int64_t co
 /* Where the statistics of a tile are, or NULL. */
 float *mlp_from_row(float *values, int64_t first);
 
-/* With few bits, `config` has no other options than those of mlp_gemm_config, transpose_b and beta. */
+/* With few bits, `config` has no other options than those of mlp_gemm_config, transpose_b, beta and
+ * addend. */
 hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, const mlp_factor *b,
                       const void *bias, int64_t m, int64_t n, int64_t k,
                       const hr_gemm_config *config);

@@ -16,6 +16,9 @@ typedef struct gemm_args {
     size_t workspace_bytes;
 } gemm_args;
 
+/* Whether two matrices [m, n], of one row and column or more, certainly share memory. */
+int gemm_overlap(const hr_rows *x, const hr_rows *y, int64_t m, int64_t n, hr_dtype dtype);
+
 /* alpha * sum + beta * addend + bias. An absent bias is -0, the number whose addition changes none. */
 #define GEMM_NO_BIAS (-0.0f)
 

@@ -170,7 +170,7 @@ TEST_P(LinearCrossEntropyRefused, BadInputsOfAMatrixAreRefused)
 {
     const Case c = {.wanted = 5, .format = HR_NF4};
     const auto dense = [](Call &r) { r.few_bits->matrix.format = HR_DENSE; };
-    const BadInputs<Call> all = {
+    BadInputs<Call> all = {
         {"config->matrix is f32 \\[12, 6\\], wanted f32 \\[11, 6\\], \\[classes, features\\]",
          [](Call &r) { r.few_bits->matrix.rows = 12; }},
         {"config->matrix is f32 \\[11, 5\\], wanted", [](Call &r) { r.few_bits->matrix.cols = 5; }},
@@ -183,6 +183,8 @@ TEST_P(LinearCrossEntropyRefused, BadInputsOfAMatrixAreRefused)
         {"grads->weight is given, wanted NULL with config->matrix",
          [](Call &r) { r.grads.weight.data = r.dweight.data[0]; }},
     };
+    for (BadInput<Call> &each : all) // and not by a function that it calls
+        each.message = "^hr_linear_cross_entropy: " + each.message;
     expect_all_refused<Call>(*backend, c, all);
     const Call run(*backend, c);
     hr_matrix wrong = run.few_bits->matrix;

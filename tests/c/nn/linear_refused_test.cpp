@@ -22,7 +22,7 @@ TEST_P(LinearRefused, BadInputs)
          [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
         {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
         {": config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }},
-        {": config->addend->stride is 2, wanted cols",
+        {"^hr_linear_.*ward: config->addend->stride is 2, wanted cols",
          [](R &r) {
              r.config.addend = {r.out_rows.data, 2};
          }},

@@ -93,6 +93,29 @@ TEST_P(Linear, AddsToWhatIsThere)
             }
 }
 
+TEST_P(Linear, AddsToWhatIsElsewhere)
+{
+    for (const int64_t m : {1, 20})
+        for (const bool backward : {false, true}) {
+            LinearCase c;
+            c.m = m, c.backward = backward, c.space = Space::LEAST, c.gap = 3, c.adds = true;
+            const LinearRun there(*backend, c), other(*backend, c); // 77 in all elements
+            LinearRun run(*backend, c);
+            run.config.addend = other.out_rows;
+            const std::vector<uint8_t> before = other.image();
+            run.out.put(0, std::vector<double>(size_t(run.out.numel[0]), NAN));
+            ASSERT_EQ(there.call(), HR_OK) << hr_last_error();
+            ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+            EXPECT_EQ(other.image(), before);
+            const std::vector<double> got = run.out.values(0), wanted = there.out.values(0);
+            for (int64_t i = 0; i < c.m; i++)
+                for (int64_t j = 0; j < run.out_cols(); j++) {
+                    const size_t at = size_t(i * run.out_rows.stride + j);
+                    ASSERT_EQ(got[at], wanted[at]) << c << i << ", " << j;
+                }
+        }
+}
+
 // Tiles and lanes: columns about a multiple of what a turn takes.
 TEST_P(Linear, FewRowsOfAnyNumberOfColumns)
 {

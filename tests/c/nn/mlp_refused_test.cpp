@@ -101,6 +101,10 @@ TEST_P(MlpRefused, BadInputsOfForward)
         {"y is NULL", [](Run &r) { r.y_argument = nullptr; }},
         {"y->data is NULL", [](Run &r) { r.y_rows.data = nullptr; }},
         {"y is x, which must have the same stride", [](Run &r) { r.y_rows = r.x_rows; }},
+        {"y overlaps x",
+         [](Run &r) {
+             r.y_rows = {moved(r.x_rows.data, 4), r.x_rows.stride};
+         }},
         {"workspace_bytes is .*, wanted", [](Run &r) { r.forward_bytes--; }},
     };
     expect_all_refused<Run>(*backend, kAll, own);
@@ -121,7 +125,7 @@ TEST_P(MlpRefused, BadInputsOfMatrices)
     MlpCase apart = kAll;
     apart.format = HR_NF4;
     const auto matrix = [](Run &r, int k) -> hr_matrix & { return r.few_bits[k]->matrix; };
-    const BadInputs<Run> bad = {
+    BadInputs<Run> bad = {
         {"config->gate_up is f32 \\[6, 6\\], wanted f32 \\[7, 6\\]",
          [=](Run &r) { matrix(r, 0).rows = 6; }},
         {"config->up is f32 \\[7, 5\\], wanted", [=](Run &r) { matrix(r, 1).cols = 5; }},
@@ -141,6 +145,8 @@ TEST_P(MlpRefused, BadInputsOfMatrices)
          [](Run &r) { r.gradient.down.data = r.grads.data[4]; }},
         {"params->up is given, but config->gated is 0", [](Run &r) { r.config.gated = 0; }},
     };
+    for (BadInput<Run> &each : bad) // and not by a function that it calls
+        each.message = std::string(Run::kFunction) + ": " + each.message;
     expect_all_refused<Run>(*backend, apart, bad);
     Run run(*backend, apart);
     matrix(run, 2).rows = 3;
