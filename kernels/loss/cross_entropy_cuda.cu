@@ -14,23 +14,10 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
 {
     const void *const logits = row_at(a.logits, row, dtype);
     const row_cut cut = cut_row(logits, dtype, nullptr, HR_F32, a.classes, lane, width);
-    const void *const body = body_of(cut, logits, dtype);
-    seen s = nothing_seen();
     float of_thread = 0.0f; /* the sum of weight * z */
-    for_elements(
-        cut, false,
-        [&](int64_t j, bool) {
-            const pack<8> bits = pack_load<8>(body, j, dtype);
-            float z[8];
-            pack_floats(bits, dtype, z);
-            take(s, of_thread, z, cut.head + j, a, plain);
-        },
-        [&](int64_t j, bool) {
-            float z[1] = {hr_load(logits, j, dtype)};
-            take(s, of_thread, z, j, a, plain);
-        });
+    const seen s = see_logits(cut, logits, dtype, of_thread, a, plain);
     const float top = row_largest(s.top, width);
-    const double lse = ce_lse(top, row_exponentials(s, top, width, ce_exp));
+    const double lse = ce_lse(top, row_exponentials(s, top, width, LOG2_E));
     double weighted = 0.0, weights = 0.0;
     if (a.config.label_smoothing > 0.0) {
         weighted = row_sum((double)of_thread, width);

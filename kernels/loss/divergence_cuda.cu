@@ -28,24 +28,12 @@ static __device__ __forceinline__ pair_rows rows_of(const divergence_args &a, in
 
 /* The log-sum-exp of a row times the temperature, in all of its threads. */
 static __device__ __forceinline__ double row_lse(const divergence_args &a, const row_cut &cut,
-                                                 const void *row, dv_scale scale, hr_dtype dtype)
+                                                 const void *row, hr_dtype dtype)
 {
-    const auto exp = [&](float less) { return dv_exp(less, scale); };
-    const void *const body = body_of(cut, row, dtype);
-    seen s = nothing_seen();
-    for_elements(
-        cut, false,
-        [&](int64_t j, bool) {
-            float z[8];
-            pack_floats(pack_load<8>(body, j, dtype), dtype, z);
-            see(s, z, exp);
-        },
-        [&](int64_t j, bool) {
-            const float z[1] = {hr_load(row, j, dtype)};
-            see(s, z, exp);
-        });
+    const float scale = (float)(1.4426950408889634 / a.config.temperature);
+    const seen s = see_row<2>(cut, row, dtype, scale, [](auto &, int64_t) {});
     const float top = row_largest(s.top, cut.width);
-    return dv_lse(&a, top, row_exponentials(s, top, cut.width, exp));
+    return dv_lse(&a, top, row_exponentials(s, top, cut.width, scale));
 }
 
 /* ---- Forward --------------------------------------------------------------------------------- */
@@ -67,7 +55,7 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
     double student = 0.0, teacher = 0.0; /* log-sum-exps, by the same code */
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
-        const double lse = row_lse(a, r.cut, which ? r.teacher : r.student, scale, DTYPE);
+        const double lse = row_lse(a, r.cut, which ? r.teacher : r.student, DTYPE);
         student = which ? student : lse;
         teacher = lse;
     }
