@@ -1,7 +1,7 @@
 """Hot loops of device code, and what a thread does in one turn of them.
 
 A hot loop is one that accesses global memory. Where a kernel has none, it is one turn. Of all
-ways through a turn that make the same accesses, the shortest counts: what is left out are blocks
+ways through a turn that make the same accesses, the shortest counts, with as many multiplications: what is left out are blocks
 that call a function (roots and divisions of denormal numbers, accesses one by one) and the longer
 sides of branches, so the figure is right for loops whose dtypes are literal and a lower bound for
 those that test them per element. Loops within a loop count once, if the way leads through them. Of
@@ -23,7 +23,8 @@ Signature = tuple[tuple[Access, int], ...]
 State = tuple  # see _Ways
 Arrival = tuple[int, int, State]
 
-MOST_WAYS = 100  # through a turn; of more, those with the fewest instructions
+MOST_WAYS = 1000  # through a turn; of more, those with the fewest instructions
+COUNTED = "FMUL"  # of which ways with the same accesses may have more or fewer, as options ask for
 READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
 BRANCHES = ("BRA", "JMP")
 UNIFORM = ("BRXU", "JMXU")
@@ -197,7 +198,8 @@ class _Flow:
         return found
 
     def turns(self, header: int, body: set[int], is_loop: bool) -> list[Turn]:
-        """The shortest way through a turn for each set of accesses that a turn can make."""
+        """The shortest way through a turn for each set of accesses, and number of multiplications,
+        that a turn can have."""
         counted = _Ways(self, body)
         # By block: {state on entry: (length so far, the block before, its state on entry)}
         ways: dict[int, dict[State, tuple[int, int, State]]] = {
@@ -220,14 +222,14 @@ class _Flow:
                     table = ways.setdefault(other, {})
                     if state not in table or arrival[0] < table[state][0]:
                         table[state] = arrival
-        shortest: dict[Signature, tuple[State, Arrival]] = {}
+        shortest: dict[tuple[Signature, int], Arrival] = {}
         for state, end in ends.items():
-            signature = counted.signature(state)
-            if signature and (signature not in shortest or end[0] < shortest[signature][1][0]):
-                shortest[signature] = state, end
+            key = counted.signature(state), state[0]
+            if key[0] and (key not in shortest or end[0] < shortest[key][0]):
+                shortest[key] = end
         return [
             Turn(self._instructions(ways, end), signature, is_loop)
-            for signature, (_, end) in shortest.items()
+            for (signature, _), end in shortest.items()
         ]
 
     def _instructions(self, ways, end) -> list[Instruction]:
@@ -240,8 +242,8 @@ class _Flow:
 
 
 class _Ways:
-    """What happens to a state on its way through the blocks of a turn. A state is how many accesses
-    of each kind were made, and what was decided about predicates that stay the same in the loop."""
+    """What happens to a state on its way through the blocks of a turn. A state is how many
+    multiplications and accesses of each kind were made, and what was decided about predicates that stay the same in the loop."""
 
     def __init__(self, flow: _Flow, body: set[int]):
         self.flow = flow
@@ -249,12 +251,13 @@ class _Ways:
         self.kinds = sorted({i.access for i in code if i.access})
         written = {p for i in code if i.name not in READERS for p in i.predicates}
         self.fixed = sorted({i.guard.strip("!") for i in code if i.guard} - written - {"PT", "UPT"})
-        self.start: State = (0,) * len(self.kinds) + (None,) * len(self.fixed)
+        self.start: State = (0,) * (1 + len(self.kinds)) + (None,) * len(self.fixed)
+        self.multiplications = {b: sum(i.name == COUNTED for i in flow.block(b)) for b in body}
         self.length = {b: sum(i.name != "NOP" for i in flow.block(b)) for b in body}
         self._known: dict[tuple[State, int], list[State]] = {}
 
     def signature(self, state: State) -> Signature:
-        return tuple((kind, count) for kind, count in zip(self.kinds, state) if count)
+        return tuple((kind, count) for kind, count in zip(self.kinds, state[1:]) if count)
 
     def is_cold(self, block: int) -> bool:
         return any(i.name == "CALL" and i.target is None for i in self.flow.block(block))
@@ -265,7 +268,7 @@ class _Ways:
             return [(not guard.startswith("!"), state)]
         if guard.strip("!") not in self.fixed:
             return [(True, state), (False, state)]
-        place = len(self.kinds) + self.fixed.index(guard.strip("!"))
+        place = 1 + len(self.kinds) + self.fixed.index(guard.strip("!"))
         holds = not guard.startswith("!")
         if state[place] is not None:
             return [(state[place] == holds, state)]
@@ -278,11 +281,11 @@ class _Ways:
         """The states at the end of a block, before its branch."""
         if (start, block) in self._known:
             return self._known[start, block]
-        found = [start]
+        found = [(start[0] + self.multiplications[block], *start[1:])]
         for instruction in self.flow.block(block):
             if instruction.access is None:
                 continue
-            place = self.kinds.index(instruction.access)
+            place = 1 + self.kinds.index(instruction.access)
             found = [
                 (*s[:place], s[place] + taken, *s[place + 1 :])
                 for state in found
