@@ -82,13 +82,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     ]
 
 
-NORM_Y = {"90": 11.9, "86": 11.9, "75": 18.9}
+FORWARD, BACKWARD = "norm_forward_kernel", "norm_backward_kernel"
 BUDGETS = [
-    # RMS norms: y from a row and its weights; and the pass of a gradient that finds its means, a
-    # loop where rows do not fit in registers. The next pass has too many ways to be found.
-    Row("norm_forward_kernel", "f32", 8, 8, 4, FACTOR, 2, evenly(11.1)),
-    Row("norm_forward_kernel", "bf16", 4, 4, 2, FACTOR, 2, NORM_Y),
-    Row("norm_forward_kernel", "f16", 4, 4, 2, FACTOR, 2, NORM_Y | {"75": 12.3}, f16=True),
-    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(11.9)),
-    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(13.5)),
+    # All that a thread does with a row that stays in registers, for RMS norms of plain weights.
+    Row(FORWARD, "f32", 8, 8, 4, FACTOR, 3, evenly(99), whole=True),
+    Row(FORWARD, "bf16", 4, 4, 2, FACTOR, 3, evenly(99), whole=True),
+    Row(FORWARD, "f16", 4, 4, 2, FACTOR, 3, evenly(99), f16=True, whole=True),
+    Row(BACKWARD, "f32", 12, 16, 4, FACTOR, 9, evenly(99), whole=True),
+    Row(BACKWARD, "bf16", 6, 8, 2, FACTOR, 9, evenly(99), whole=True),
+    Row(BACKWARD, "f16", 6, 8, 2, FACTOR, 9, evenly(99), f16=True, whole=True),
+    # Of longer rows, the pass that finds the means.
+    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(99)),
+    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(99)),
 ]

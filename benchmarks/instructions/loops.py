@@ -23,7 +23,7 @@ Signature = tuple[tuple[Access, int], ...]
 State = tuple  # see _Ways
 Arrival = tuple[int, int, State]
 
-MOST_WAYS = 1000  # through a turn; of more, those with the fewest instructions
+MOST_WAYS = 20000  # through a turn; of more, those with the fewest instructions
 COUNTED = "FMUL"  # of which ways with the same accesses may have more or fewer, as options ask for
 READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
 BRANCHES = ("BRA", "JMP")
@@ -40,9 +40,11 @@ class Turn:
     signature: Signature
     is_loop: bool
 
-    def bytes(self, kind: str) -> int:
-        """What a thread loads or stores in a turn."""
-        return sum(size * count for (of, size), count in self.signature if of == kind)
+    def bytes(self, kind: str, least: int = 1) -> int:
+        """What a thread loads or stores in a turn, by accesses of at least so many bytes."""
+        return sum(
+            size * count for (of, size), count in self.signature if of == kind and size >= least
+        )
 
     def accesses(self, kind: str) -> str:
         """Such as 4x16: four accesses of 16 bytes."""
@@ -317,7 +319,7 @@ def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
     if any(instruction.name in INDIRECT for instruction in code):
         through = _hot_loops(_Flow(code, through_tables=True))
         found += [loop for loop in through if loop not in found]
-    return found or _straight(_Flow(code, through_tables=True))
+    return found or whole(code)
 
 
 def _hot_loops(flow: _Flow) -> list[list[Turn]]:
@@ -328,8 +330,9 @@ def _hot_loops(flow: _Flow) -> list[list[Turn]]:
     return _sorted(flow.turns(header, body, True) for header, body in loops.items())
 
 
-def _straight(flow: _Flow) -> list[list[Turn]]:
-    """A kernel without loops, as one turn."""
+def whole(code: list[Instruction]) -> list[list[Turn]]:
+    """Returns the ways through a kernel, with one turn of each loop on them, as turns."""
+    flow = _Flow(code, through_tables=True)
     return _sorted([flow.turns(0, set(flow.order), False)])
 
 

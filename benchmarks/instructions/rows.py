@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .disassembly import Instruction, Key, kernel_name
-from .loops import Turn, hot_loops
+from .loops import Turn, hot_loops, whole
 from .row import Row
 
 # The budgets are what the kernels take today and 3 % for other versions of the compiler. After a
@@ -25,6 +25,7 @@ class Found:
 
     row: Row
     turn: Turn
+    symbol: str  # of the kernel's instance
 
     @property
     def elements(self) -> float:
@@ -52,12 +53,14 @@ def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found
     """
     found: dict[tuple[str, str, str], Found] = {}
     kernels = {row.kernel for row in ROWS}
+    whole_too = {row.kernel for row in ROWS if row.whole}
     for (arch, symbol), instructions in code.items():
         if (name := kernel_name(symbol)) not in kernels:
             continue
-        for turn in (turn for loop in hot_loops(instructions) for turn in loop):
+        loops = hot_loops(instructions) + (whole(instructions) if name in whole_too else [])
+        for turn in (turn for loop in loops for turn in loop):
             for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
-                key, fresh = (arch, name, row.mix), Found(row, turn)
+                key, fresh = (arch, name, row.mix), Found(row, turn, symbol)
                 if key not in found or fresh.rank < found[key].rank:
                     found[key] = fresh
     return found

@@ -22,15 +22,16 @@ template <hr_dtype dtype> constexpr int vector_of = dtype == HR_F32 ? 4 : 8;
 /* 64 registers at most, so that a multiprocessor holds 1,024 threads. */
 #define NORM_KERNEL static __global__ void __launch_bounds__(TEAM_WIDEST, 1)
 
-template <hr_dtype dtype, int V>
+template <hr_dtype dtype, int V, bool layer>
 NORM_KERNEL norm_forward_kernel(const norm_args __grid_constant__ a, int width)
 {
-    forward_row<vector_of<dtype>, V>(a, width, dtype);
+    FOR_FLAG(is_plain(a), P, (forward_row<vector_of<dtype>, V, layer>(a, width, dtype, P)))
 }
 
+template <bool layer>
 NORM_KERNEL norm_forward_single_kernel(const norm_args __grid_constant__ a, int width)
 {
-    forward_row<1, 1>(a, width, a.config.dtype);
+    forward_row<1, 1, layer>(a, width, a.config.dtype, false);
 }
 
 #define BACKWARD_KERNEL static __global__ void __launch_bounds__(LONG_THREADS, 1)
@@ -99,41 +100,37 @@ static hr_status check_grid(const char *function, const norm_args *a, int64_t bl
     return HR_OK;
 }
 
-/* A short row takes fewer vectors of a thread, so that more of its threads have all of theirs. */
-template <hr_dtype dtype>
-static void launch_forward(const norm_args *a, int64_t blocks, uint32_t width, bool is_short,
-                           const hr_exec *exec)
+/* Short rows take fewer vectors of a thread, so that more of its threads have all of theirs. */
+template <bool layer>
+static hr_status launch_forward(const norm_args *a, const hr_exec *exec)
 {
-    const auto kernel = is_short ? norm_forward_kernel<dtype, 2> : norm_forward_kernel<dtype, 4>;
-    HR_LAUNCH(kernel, (uint32_t)blocks, width < FORWARD_BLOCK ? FORWARD_BLOCK : width, 0,
-              exec->stream, *a, (int)width);
+    const hr_dtype dtype = a->config.dtype;
+    const bool vectors = is_vectorizable(a);
+    const int elements = !vectors ? 1 : dtype == HR_F32 ? 4 : 8;
+    const bool is_short = a->cols <= 2 * 32 * elements;
+    const int held = !vectors ? 1 : is_short ? 2 : 4;
+    const uint32_t width = team_width(a->cols, held * elements, FORWARD_BLOCK);
+    const uint32_t block = width < FORWARD_BLOCK ? FORWARD_BLOCK : width;
+    const int64_t teams = block / width, blocks = (a->rows + teams - 1) / teams;
+    const hr_status status = check_grid("hr_norm_forward", a, blocks);
+    if (status != HR_OK || blocks == 0)
+        return status;
+    const auto kernel =
+        !vectors            ? norm_forward_single_kernel<layer>
+        : dtype == HR_F32   ? is_short ? norm_forward_kernel<HR_F32, 2, layer>
+                                       : norm_forward_kernel<HR_F32, 4, layer>
+        : dtype == HR_BF16  ? is_short ? norm_forward_kernel<HR_BF16, 2, layer>
+                                       : norm_forward_kernel<HR_BF16, 4, layer>
+        : is_short          ? norm_forward_kernel<HR_F16, 2, layer>
+                            : norm_forward_kernel<HR_F16, 4, layer>;
+    HR_LAUNCH(kernel, (uint32_t)blocks, block, 0, exec->stream, *a, (int)width);
+    return cuda_launch_status("hr_norm_forward");
 }
 
 hr_status norm_forward_cuda(const norm_args *args, const hr_exec *exec)
 {
-    const bool vectors = is_vectorizable(args);
-    const int elements = !vectors ? 1 : args->config.dtype == HR_F32 ? 4 : 8;
-    const bool is_short = args->cols <= 2 * 32 * elements;
-    const int held = vectors ? is_short ? 2 : 4 : 1;
-    const uint32_t width = team_width(args->cols, held * elements, FORWARD_BLOCK);
-    const int64_t teams = width < FORWARD_BLOCK ? FORWARD_BLOCK / width : 1;
-    const int64_t blocks = (args->rows + teams - 1) / teams;
-    const hr_status status = check_grid("hr_norm_forward", args, blocks);
-    if (status != HR_OK)
-        return status;
-    if (blocks == 0)
-        return HR_OK;
-    if (!vectors)
-        HR_LAUNCH(norm_forward_single_kernel, (uint32_t)blocks,
-                  width < FORWARD_BLOCK ? FORWARD_BLOCK : width, 0, exec->stream, *args,
-                  (int)width);
-    else if (args->config.dtype == HR_F32)
-        launch_forward<HR_F32>(args, blocks, width, is_short, exec);
-    else if (args->config.dtype == HR_BF16)
-        launch_forward<HR_BF16>(args, blocks, width, is_short, exec);
-    else
-        launch_forward<HR_F16>(args, blocks, width, is_short, exec);
-    return cuda_launch_status("hr_norm_forward");
+    return args->config.kind == HR_NORM_LAYER ? launch_forward<true>(args, exec)
+                                              : launch_forward<false>(args, exec);
 }
 
 template <hr_dtype dtype, bool layer>

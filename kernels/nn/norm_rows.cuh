@@ -12,16 +12,35 @@
  * workspace. */
 #define SHARED_SUMS 11264
 
+/* What most calls ask for is an instance of its own, `plain`, in which nothing is decided per vector:
+ * weights of the rows' type, no offset and no bias; backward all gradients and no y. */
+static __device__ __forceinline__ bool is_plain(const norm_args &a)
+{
+    return a.weight && a.config.weight_dtype == a.config.dtype && a.config.offset == 0.0 && !a.bias;
+}
+
+static __device__ __forceinline__ bool is_plain_backward(const norm_args &a)
+{
+    return is_plain(a) && a.dx.data && a.dy.data && a.partials && !a.y.data;
+}
+
 /* Weights of the elements from j on, as binary32. */
 template <int E>
-static __device__ __forceinline__ void read_weights(const norm_args &a, int j, float (&w)[E])
+static __device__ __forceinline__ void read_weights(const norm_args &a, int j, hr_dtype dtype,
+                                                    bool plain, float (&w)[E])
 {
-    const float offset = (float)a.config.offset;
-    if (a.weight)
-        few_floats<E>(few_load<E>(a.weight, j, a.config.weight_dtype), a.config.weight_dtype, w);
+    const hr_dtype of_weight = plain ? dtype : a.config.weight_dtype;
+    if (plain || a.weight) {
+        few_floats<E>(few_load<E>(a.weight, j, of_weight), of_weight, w);
+        const float offset = plain ? -0.0f : (float)a.config.offset; /* -0 changes nothing */
 #pragma unroll
-    for (int e = 0; e < E; e++)
-        w[e] = a.weight ? w[e] + offset : 1.0f;
+        for (int e = 0; e < E; e++)
+            w[e] += offset;
+    } else {
+#pragma unroll
+        for (int e = 0; e < E; e++)
+            w[e] = 1.0f;
+    }
 }
 
 /* The normed value of each x. */
@@ -42,14 +61,14 @@ static __device__ __forceinline__ void read_hat(const norm_args &a, const few<E>
 /* y of the elements from j on. */
 template <int E>
 static __device__ __forceinline__ void write_y(const norm_args &a, void *y, int j,
-                                               const float (&hat)[E], hr_dtype dtype)
+                                               const float (&hat)[E], hr_dtype dtype, bool plain)
 {
     float out[E], b[E];
-    read_weights<E>(a, j, out);
+    read_weights<E>(a, j, dtype, plain, out);
 #pragma unroll
     for (int e = 0; e < E; e++)
         out[e] = norm_y(hat[e], out[e], NORM_NO_BIAS);
-    if (a.bias) {
+    if (!plain && a.bias) {
         pack_all_loaded(); /* the bias needs no registers before */
         few_floats<E>(few_load<E>(a.bias, j, a.config.weight_dtype), a.config.weight_dtype, b);
 #pragma unroll
@@ -61,8 +80,9 @@ static __device__ __forceinline__ void write_y(const norm_args &a, void *y, int 
 
 /* ---- Forward --------------------------------------------------------------------------------- */
 
-template <int E, int V>
-static __device__ __forceinline__ void forward_row(const norm_args &a, int width, hr_dtype dtype)
+template <int E, int V, bool layer>
+static __device__ __forceinline__ void forward_row(const norm_args &a, int width, hr_dtype dtype,
+                                                   bool plain)
 {
     const row_team team = team_of(width);
     const int64_t row = (int64_t)blockIdx.x * team.count + team.index;
@@ -113,7 +133,7 @@ static __device__ __forceinline__ void forward_row(const norm_args &a, int width
         team_totals(team, squares, total);
         return total[0];
     };
-    if (a.config.kind == HR_NORM_LAYER)
+    if constexpr (layer)
         mean = total_of(0) / (float)a.cols;
     const float rstd = norm_rstd_f32(total_of(1), a.cols, (float)a.config.eps);
     const float factor = norm_factor(rstd, a.config.casting, dtype);
@@ -128,7 +148,7 @@ static __device__ __forceinline__ void forward_row(const norm_args &a, int width
         each_vector<V>(j, apart, cols, [&](int v, int at) {
             float hat[E];
             read_hat<E>(a, x[v], mean, factor, dtype, hat);
-            write_y<E>(a, y, at, hat, dtype);
+            write_y<E>(a, y, at, hat, dtype, plain);
         });
     });
 }
@@ -201,7 +221,7 @@ template <int E> struct sums_in_memory {
 template <int E, int V, bool once, bool layer, typename Sums>
 static __device__ __forceinline__ void backward_row(const norm_args &a, const row_team &team,
                                                     int turn, int64_t row, int cols, Sums &sums,
-                                                    hr_dtype dtype)
+                                                    hr_dtype dtype, bool plain)
 {
     const int apart = team.width * E;
     row_walk walk = {team.lane * E, V * apart};
@@ -210,7 +230,7 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         const void *const of_x = row_at(a.x, row, dtype), *const of_dy = row_at(a.dy, row, dtype);
         each_vector<V>(j, apart, cols, [&](int v, int at) {
             x[v] = few_load<E>(of_x, at, dtype);
-            if (a.dy.data)
+            if (plain || a.dy.data)
                 dy[v] = few_load<E>(of_dy, at, dtype);
         });
     };
@@ -224,11 +244,11 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
     }
     const float factor = norm_factor(rstd, a.config.casting, dtype);
     float means[layer ? 2 : 1] = {}; /* of g * hat, and of g for a layer norm */
-    if (a.dx.data) {
+    if (plain || a.dx.data) {
         row_visit<once>(walk, cols, load, [&](int j) {
             each_vector<V>(j, apart, cols, [&](int v, int at) {
                 float w[E], part = 0.0f, g_part = 0.0f;
-                read_weights<E>(a, at, w);
+                read_weights<E>(a, at, dtype, plain, w);
 #pragma unroll
                 for (int e = 0; e < E; e++) {
                     const float g = few_get(dy[v], e, dtype) * w[e];
@@ -249,12 +269,12 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         each_vector<V>(j, apart, cols, [&](int v, int at) {
             float hat[E], g[E], out[E];
             read_hat<E>(a, x[v], mean, factor, dtype, hat);
-            if (a.y.data)
-                write_y<E>(a, row_at(a.y, row, dtype), at, hat, dtype);
-            if (!a.dy.data)
+            if (!plain && a.y.data)
+                write_y<E>(a, row_at(a.y, row, dtype), at, hat, dtype, plain);
+            if (!plain && !a.dy.data)
                 return;
             few_floats<E>(dy[v], dtype, g);
-            if (a.partials) {
+            if (plain || a.partials) {
                 if (layer)
                     sums.add(1, v, at, g);
 #pragma unroll
@@ -262,9 +282,9 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
                     out[e] = g[e] * hat[e];
                 sums.add(0, v, at, out);
             }
-            if (!a.dx.data)
+            if (!plain && !a.dx.data)
                 return;
-            read_weights<E>(a, at, out);
+            read_weights<E>(a, at, dtype, plain, out);
 #pragma unroll
             for (int e = 0; e < E; e++)
                 out[e] =
@@ -284,14 +304,14 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
 /* The rows of a block's group, as many at a time as there are teams. */
 template <int E, int V, bool once, bool layer, typename Sums>
 static __device__ __forceinline__ void backward_rows(const norm_args &a, const row_team &team,
-                                                     Sums &sums, hr_dtype dtype)
+                                                     Sums &sums, hr_dtype dtype, bool plain)
 {
     const int64_t size = norm_group_rows(a.rows), begin = blockIdx.x * size;
     const int rows = (int)(begin + size < a.rows ? size : a.rows - begin);
     for (int next = 0; next < rows; next += team.count) {
         const int r = next + team.index;
         backward_row<E, V, once, layer>(a, team, next & team.count ? 1 : 0, begin + r,
-                                        r < rows ? (int)a.cols : 0, sums, dtype);
+                                        r < rows ? (int)a.cols : 0, sums, dtype, plain);
     }
 }
 
@@ -302,7 +322,8 @@ static __device__ __forceinline__ void backward_group(const norm_args &a, int wi
     HR_DYNAMIC_SHARED(float, shared);
     const row_team team = team_of(width);
     sums_in_registers<E, V, layer> sums = {};
-    backward_rows<E, V, true, layer>(a, team, sums, dtype);
+    FOR_FLAG(is_plain_backward(a), P,
+             (backward_rows<E, V, true, layer>(a, team, sums, dtype, P)))
     if (!a.partials)
         return;
     const int cols = (int)a.cols, count = sums_count(a);
@@ -338,7 +359,7 @@ static __device__ __forceinline__ void backward_long_group(const norm_args &a, h
         __syncthreads();
     }
     sums_in_memory<E> sums = {a, shared};
-    backward_rows<E, 1, false, layer>(a, team, sums, dtype);
+    backward_rows<E, 1, false, layer>(a, team, sums, dtype, false);
     if (!a.partials)
         return;
     __syncthreads();
