@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.call import Call, Step
 from .instructions.row import FACTOR, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -88,10 +89,36 @@ BUDGETS = [
     Row(FORWARD, "f32", 8, 8, 4, FACTOR, 3, evenly(99), whole=True),
     Row(FORWARD, "bf16", 4, 4, 2, FACTOR, 3, evenly(99), whole=True),
     Row(FORWARD, "f16", 4, 4, 2, FACTOR, 3, evenly(99), f16=True, whole=True),
-    Row(BACKWARD, "f32", 12, 16, 4, FACTOR, 9, evenly(99), whole=True),
-    Row(BACKWARD, "bf16", 6, 8, 2, FACTOR, 9, evenly(99), whole=True),
-    Row(BACKWARD, "f16", 6, 8, 2, FACTOR, 9, evenly(99), f16=True, whole=True),
+    Row(BACKWARD, "f32", 12, 8, 4, FACTOR, 9, evenly(99), whole=True),
+    Row(BACKWARD, "bf16", 6, 4, 2, FACTOR, 9, evenly(99), whole=True),
+    Row(BACKWARD, "f16", 6, 4, 2, FACTOR, 9, evenly(99), f16=True, whole=True),
     # Of longer rows, the pass that finds the means.
     Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(99)),
     Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(99)),
+]
+
+
+def forward_call(what: str, count: int, cols: int, width: int, mix: str = "bf16") -> Call:
+    """Teams of `width` threads; they wait for x and for the weights, which come from the cache."""
+    moved = count * cols * (8 if mix == "f32" else 4)
+    block = max(width, 128)
+    step = Step(FORWARD, ((mix, count * cols),), count * width // block, block, 1.5, moved)
+    return Call(f"rms_norm, {what}, {mix}", moved, (step,))
+
+
+def backward_call(count: int, cols: int, width: int, mix: str = "bf16") -> Call:
+    """Groups of 16 rows, whose sums of dweight a second launch adds."""
+    moved, groups = count * cols * (12 if mix == "f32" else 6), count // 16
+    sums = 4 * groups * cols
+    rows = Step(BACKWARD, ((mix, count * cols),), groups, width, 17, moved + sums)
+    add = Step("norm_add_groups_kernel", (), cols // 32, 1024, 1, sums)
+    return Call(f"rms_norm backward, {count:,} x {cols:,}, {mix}", moved, (rows, add))
+
+
+CALLS = [
+    forward_call("4,096 x 4,096", 4096, 4096, 128),
+    forward_call("4,096 x 4,096", 4096, 4096, 256, "f32"),
+    forward_call("4,096 tokens, 40 heads of 128", 4096 * 40, 128, 8),
+    backward_call(4096, 4096, 256),
+    backward_call(4096, 4096, 512, "f32"),
 ]

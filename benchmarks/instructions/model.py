@@ -26,6 +26,12 @@ LEFT_OUT = (
     "a block does before and after its loop, and launches. So the fraction is an upper bound."
 )
 
+MODEL = (
+    "the time is that of the memory, of the instructions and of waiting, as they limit each other, and "
+    f"{GAP * 1e6:g} us a launch; fraction: of the bandwidth of a copy, for the bytes that the call has "
+    "to move."
+)
+
 
 @dataclass(frozen=True)
 class Device:

@@ -110,7 +110,8 @@ static __device__ __forceinline__ double row_sum(double x, int width)
 }
 
 /* The largest over the threads of a row, in all of them; a NaN does not count. */
-template <typename T> static __device__ __forceinline__ T row_largest(T x, int width)
+template <int WIDEST = THREADS, typename T>
+static __device__ __forceinline__ T row_largest(T x, int width)
 {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -118,13 +119,13 @@ template <typename T> static __device__ __forceinline__ T row_largest(T x, int w
         x = other > x ? other : x;
     }
     if (width > 32) {
-        __shared__ T warps[THREADS / 32];
+        __shared__ T warps[WIDEST / 32];
         __syncthreads(); /* the last result has been read */
         if (threadIdx.x % 32 == 0)
             warps[threadIdx.x / 32] = x;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; w++)
+        for (int w = 0; w < WIDEST / 32; w++)
             x = warps[w] > x ? warps[w] : x;
     }
     return x;

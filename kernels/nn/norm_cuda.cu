@@ -10,6 +10,7 @@
 #include "kernels/nn/norm_rows.cuh"
 
 #define THREADS       256
+#define ADDING        1024 /* threads that add groups */
 #define FORWARD_BLOCK 128 /* threads of a block, or those of a wider team */
 #define LONG_THREADS  512 /* of a backward block at most */
 #define HELD          2   /* vectors of x and of dy that a thread holds, backward */
@@ -54,24 +55,33 @@ BACKWARD_KERNEL norm_backward_single_kernel(const norm_args __grid_constant__ a)
     backward_long_group<1, layer>(a, a.config.dtype);
 }
 
-/* Thirty-two columns a block; slice s adds groups s, s + 8, ..., and then slices are added in order. */
-static __global__ void __launch_bounds__(THREADS)
+/* Thirty-two columns a block; slice s adds groups s, s + 32, ..., of which the sums of eight are read
+ * together, and then slices are added in order. */
+static __global__ void __launch_bounds__(ADDING)
     norm_add_groups_kernel(const norm_args __grid_constant__ a)
 {
-    __shared__ double slices[THREADS];
+    constexpr int SLICES = ADDING / 32, READ = NORM_GROUPS / SLICES;
+    __shared__ double slices[ADDING];
     const int64_t j = (int64_t)blockIdx.x * 32 + threadIdx.x % 32, groups = norm_groups(a.rows);
     const int sums = norm_sums(a.config.kind), s = (int)blockIdx.y;
+    float read[READ];
+#pragma unroll
+    for (int k = 0; k < READ; k++) {
+        const int64_t group = threadIdx.x / 32 + k * SLICES;
+        read[k] = j < a.cols && group < groups ? a.partials[(group * sums + s) * a.cols + j] : 0.0f;
+    }
     double total = 0.0;
-    if (j < a.cols)
-        for (int64_t group = threadIdx.x / 32; group < groups; group += THREADS / 32)
-            total += (double)a.partials[(group * sums + s) * a.cols + j];
+#pragma unroll
+    for (int k = 0; k < READ; k++)
+        total += (double)read[k];
     slices[threadIdx.x] = total;
     __syncthreads();
     void *const out = s ? a.dbias : a.dweight;
     if (threadIdx.x >= 32 || j >= a.cols || !out)
         return;
     total = 0.0;
-    for (int slice = 0; slice < THREADS / 32; slice++)
+#pragma unroll 1
+    for (int slice = 0; slice < SLICES; slice++)
         total += slices[slice * 32 + threadIdx.x];
     hr_store(out, j, (float)total, a.config.weight_dtype);
 }
@@ -182,7 +192,7 @@ hr_status norm_backward_cuda(const norm_args *args, const hr_exec *exec)
     if (args->dweight || args->dbias) {
         const dim3 columns((uint32_t)((args->cols + 31) / 32),
                            (uint32_t)norm_sums(args->config.kind));
-        HR_LAUNCH(norm_add_groups_kernel, columns, THREADS, 0, exec->stream, *args);
+        HR_LAUNCH(norm_add_groups_kernel, columns, ADDING, 0, exec->stream, *args);
     }
     return cuda_launch_status("hr_norm_backward");
 }

@@ -220,7 +220,8 @@ template <int E> struct sums_in_memory {
 
 template <int E, int V, bool once, bool layer, typename Sums>
 static __device__ __forceinline__ void backward_row(const norm_args &a, const row_team &team,
-                                                    int turn, int64_t row, int cols, Sums &sums,
+                                                    int turn, int64_t row, int cols,
+                                                    const few<E> (&weights)[V], Sums &sums,
                                                     hr_dtype dtype, bool plain)
 {
     const int apart = team.width * E;
@@ -233,6 +234,12 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
             if (plain || a.dy.data)
                 dy[v] = few_load<E>(of_dy, at, dtype);
         });
+    };
+    const auto weights_of = [&](int v, int at, float(&w)[E]) {
+        if (plain)
+            few_floats<E>(weights[v], dtype, w);
+        else
+            read_weights<E>(a, at, dtype, plain, w);
     };
     float rstd = 0.0f, mean = 0.0f;
     if (walk.j < cols) {
@@ -248,7 +255,7 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         row_visit<once>(walk, cols, load, [&](int j) {
             each_vector<V>(j, apart, cols, [&](int v, int at) {
                 float w[E], part = 0.0f, g_part = 0.0f;
-                read_weights<E>(a, at, dtype, plain, w);
+                weights_of(v, at, w);
 #pragma unroll
                 for (int e = 0; e < E; e++) {
                     const float g = few_get(dy[v], e, dtype) * w[e];
@@ -284,7 +291,7 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
             }
             if (!plain && !a.dx.data)
                 return;
-            read_weights<E>(a, at, dtype, plain, out);
+            weights_of(v, at, out);
 #pragma unroll
             for (int e = 0; e < E; e++)
                 out[e] =
@@ -308,10 +315,15 @@ static __device__ __forceinline__ void backward_rows(const norm_args &a, const r
 {
     const int64_t size = norm_group_rows(a.rows), begin = blockIdx.x * size;
     const int rows = (int)(begin + size < a.rows ? size : a.rows - begin);
+    few<E> weights[V] = {}; /* of the columns that a thread has in each row */
+    if (plain)
+        each_vector<V>(team.lane * E, team.width * E, (int)a.cols, [&](int v, int at) {
+            weights[v] = few_load<E>(a.weight, at, dtype);
+        });
     for (int next = 0; next < rows; next += team.count) {
         const int r = next + team.index;
         backward_row<E, V, once, layer>(a, team, next & team.count ? 1 : 0, begin + r,
-                                        r < rows ? (int)a.cols : 0, sums, dtype, plain);
+                                        r < rows ? (int)a.cols : 0, weights, sums, dtype, plain);
     }
 }
 
