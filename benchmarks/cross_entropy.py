@@ -66,11 +66,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 SOFTMAX = {"90": 20, "86": 20}
-EXP, LARGEST, FORWARD, BACKWARD = ("FFMA",), ("FMNMX",), "cross_entropy_forward_kernel", "cross_entropy_backward_kernel"
+EXP, LARGEST, FORWARD, BACKWARD = (
+    ("FFMA",),
+    ("FMNMX",),
+    "cross_entropy_forward_kernel",
+    "cross_entropy_backward_kernel",
+)
 BUDGETS = [
-    Row(FORWARD, "f32", 4, 4, 0, LARGEST, 1, evenly(99)),
-    Row(FORWARD, "bf16", 2, 2, 0, LARGEST, 1, evenly(99)),
-    Row(FORWARD, "f16", 2, 2, 0, LARGEST, 1, evenly(99), f16=True),
+    Row(FORWARD, "f32", 4, 4, 0, LARGEST, 1, evenly(6.6)),
+    Row(FORWARD, "bf16", 2, 2, 0, LARGEST, 1, evenly(7.5)),
+    Row(FORWARD, "f16", 2, 2, 0, LARGEST, 1, evenly(7.5), f16=True),
     Row(BACKWARD, "f32", 8, 4, 4, EXP, 8, {"90": 20.5, "86": 20.5, "75": 21.7}),
     Row(BACKWARD, "bf16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
     Row(BACKWARD, "f16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 21.7}, f16=True),

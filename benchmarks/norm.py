@@ -84,17 +84,19 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 FORWARD, BACKWARD = "norm_forward_kernel", "norm_backward_kernel"
+NORM, NORM_BACK = {"90": 17, "86": 16.5}, {"90": 24.8, "86": 25}
 BUDGETS = [
     # All that a thread does with a row that stays in registers, for RMS norms of plain weights.
-    Row(FORWARD, "f32", 8, 8, 4, FACTOR, 3, evenly(99), whole=True),
-    Row(FORWARD, "bf16", 4, 4, 2, FACTOR, 3, evenly(99), whole=True),
-    Row(FORWARD, "f16", 4, 4, 2, FACTOR, 3, evenly(99), f16=True, whole=True),
-    Row(BACKWARD, "f32", 12, 8, 4, FACTOR, 9, evenly(99), whole=True),
-    Row(BACKWARD, "bf16", 6, 4, 2, FACTOR, 9, evenly(99), whole=True),
-    Row(BACKWARD, "f16", 6, 4, 2, FACTOR, 9, evenly(99), f16=True, whole=True),
+    Row(FORWARD, "f32", 8, 8, 4, FACTOR, 3, {"90": 16.2, "86": 16.2, "75": 21.4}, whole=16),
+    Row(FORWARD, "bf16", 4, 4, 2, FACTOR, 3, NORM | {"75": 22.8}, whole=32),
+    Row(FORWARD, "bf16, short", 4, 4, 2, FACTOR, 3, {"90": 21.5, "86": 20.6, "75": 27.1}, whole=16),
+    Row(FORWARD, "f16", 4, 4, 2, FACTOR, 3, NORM | {"75": 18}, f16=True, whole=32),
+    Row(BACKWARD, "f32", 12, 8, 4, FACTOR, 9, {"90": 35.2, "86": 35.7, "75": 50.1}, whole=8),
+    Row(BACKWARD, "bf16", 6, 4, 2, FACTOR, 9, NORM_BACK | {"75": 31.7}, whole=16),
+    Row(BACKWARD, "f16", 6, 4, 2, FACTOR, 9, NORM_BACK | {"75": 25.7}, f16=True, whole=16),
     # Of longer rows, the pass that finds the means.
-    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(99)),
-    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(99)),
+    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(19.4)),
+    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(12.4)),
 ]
 
 
@@ -118,7 +120,7 @@ def backward_call(count: int, cols: int, width: int, mix: str = "bf16") -> Call:
 CALLS = [
     forward_call("4,096 x 4,096", 4096, 4096, 128),
     forward_call("4,096 x 4,096", 4096, 4096, 256, "f32"),
-    forward_call("4,096 tokens, 40 heads of 128", 4096 * 40, 128, 8),
+    forward_call("4,096 tokens, 40 heads of 128", 4096 * 40, 128, 8, "bf16, short"),
     backward_call(4096, 4096, 256),
     backward_call(4096, 4096, 512, "f32"),
 ]

@@ -70,9 +70,7 @@ def show_rows(found: dict[tuple[str, str, str], Found]) -> None:
     )
 
 
-def show_calls(
-    found: dict[tuple[str, str, str], Found], usage: dict[Key, dict[str, int]]
-) -> None:
+def show_calls(found: dict[tuple[str, str, str], Found], usage: dict[Key, dict[str, int]]) -> None:
     print(f"\nPredicted, not measured: {MODEL}")
     print(f"  {'call':<52}{'GPU':>10}{'time, us':>10}{'launches':>10}{'fraction':>10}  limit")
     for call in CALLS:

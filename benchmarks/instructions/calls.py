@@ -1,4 +1,4 @@
-"""What calls of ops are predicted to take on each GPU, from the counts of their compiled kernels."""
+"""What calls of ops are predicted to take on each GPU, from counts of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from .call import Call, Step
 from .disassembly import Key, kernel_name
 from .model import Device, Launch, Prediction, predict
 from .rows import Found
-
 
 CALLS: list[Call] = [
     call

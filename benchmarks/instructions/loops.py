@@ -1,12 +1,12 @@
 """Hot loops of device code, and what a thread does in one turn of them.
 
 A hot loop is one that accesses global memory. Where a kernel has none, it is one turn. Of all
-ways through a turn that make the same accesses, the shortest counts, with as many multiplications: what is left out are blocks
-that call a function (roots and divisions of denormal numbers, accesses one by one) and the longer
-sides of branches, so the figure is right for loops whose dtypes are literal and a lower bound for
-those that test them per element. Loops within a loop count once, if the way leads through them. Of
-an access or branch under a predicate both ways are followed; under one that the loop does not
-change, the same way each time.
+ways through a turn that make the same accesses and as many multiplications, the shortest counts:
+what is left out are blocks that call a function (roots and divisions of denormal numbers, accesses
+one by one) and the longer sides of branches, so the figure is right for loops whose dtypes are
+literal and a lower bound for those that test them per element. Loops within a loop count once, if
+the way leads through them. Of an access or branch under a predicate both ways are followed; under
+one that the loop does not change, the same way each time.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ class _Flow:
 
 class _Ways:
     """What happens to a state on its way through the blocks of a turn. A state is how many
-    multiplications and accesses of each kind were made, and what was decided about predicates that stay the same in the loop."""
+    multiplications and accesses of each kind were made, and what was decided about predicates that
+    stay the same in the loop."""
 
     def __init__(self, flow: _Flow, body: set[int]):
         self.flow = flow

@@ -1,5 +1,5 @@
-"""How much of a GPU's memory bandwidth a number of instructions per element leaves, at most, and what a
-call is predicted to take."""
+"""How much of a GPU's memory bandwidth a number of instructions per element leaves, at most, and
+what a launch is predicted to take."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOADED = 2.0
 GAP = 1.0e-6
 # A block's beginning and end, and its barriers and shuffles, in multiples of the latency alone.
 BLOCK = 1.0
-# Limits that are close to each other add up: (sum of t^3)^(1/3) is 1.26 t for two that are equal. Measured
-# throughputs bend like that below both limits: V. Volkov, Understanding Latency Hiding on GPUs
-# (2016), chapter 4.
+# Limits that are close to each other add up: (sum of t^3)^(1/3) is 1.26 t for two that are equal.
+# The exponent is a choice: measured throughputs bend below the limits where these meet (V. Volkov,
+# Understanding Latency Hiding on GPUs, 2016), and how much depends on the kernel.
 KNEE = 3
 REGISTERS = 65536  # of a multiprocessor, of all devices here; a warp's are given in steps of 256
 LEFT_OUT = (
@@ -27,9 +27,9 @@ LEFT_OUT = (
 )
 
 MODEL = (
-    "the time is that of the memory, of the instructions and of waiting, as they limit each other, and "
-    f"{GAP * 1e6:g} us a launch; fraction: of the bandwidth of a copy, for the bytes that the call has "
-    "to move."
+    "the time is that of memory, instructions and waiting, as they limit each other, and "
+    f"{GAP * 1e6:g} us a launch;\nfraction: of the bandwidth of a copy, for the bytes that the "
+    "call has to move; limit: of its longest launch."
 )
 
 
@@ -59,8 +59,8 @@ class Device:
         return min(1.0, ISSUED / self.needed(instructions, traffic))
 
     def resident(self, threads: int, registers: int, shared: int) -> int:
-        """How many blocks a multiprocessor holds at once, of threads that take so many registers and
-        blocks that take so many bytes of shared memory."""
+        """How many blocks a multiprocessor holds at once, of threads that take so many registers
+        and blocks that take so many bytes of shared memory."""
         of_warp = math.ceil(32 * registers / 256) * 256
         return min(
             self.threads // threads,
@@ -105,8 +105,8 @@ class Prediction:
 def predict(device: Device, launch: Launch) -> Prediction:
     """Returns what a launch takes.
 
-    Latency is Little's law, said of blocks: as many as are resident at once load, wait and give way to
-    the next, so that bytes in flight over the latency of a wait is the rate they can reach.
+    Latency is Little's law, said of blocks: as many as are resident at once load, wait and give way
+    to the next, so that the rate they can reach is bytes in flight over the latency of a wait.
     """
     resident = device.resident(launch.threads, launch.registers, launch.shared)
     at_once = min(launch.blocks, device.multiprocessors * resident)
@@ -120,8 +120,9 @@ def predict(device: Device, launch: Launch) -> Prediction:
     )
 
 
-# Latencies of Hopper and Ada: Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture
-# (arXiv:2402.13499); of Turing: Jia et al., Dissecting the NVidia Turing T4 GPU (arXiv:1903.07486).
+# Latencies of Hopper and Ada: Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU
+# Architecture (arXiv:2402.13499); of Turing: Jia et al., Dissecting the NVidia Turing T4 GPU
+# (arXiv:1903.07486).
 # Where no copy was measured, 0.9 of the data sheet's bandwidth, as on the H200.
 DEVICES = [
     Device(
@@ -139,7 +140,7 @@ DEVICES = [
         132,
         1.755e9,
         0.9 * 3.35e12,
-        "NVIDIA H100 data sheet, SXM5: 3.35 TB/s, 132 multiprocessors; boost clock of the PCIe card",
+        "NVIDIA H100 data sheet, SXM5: 3.35 TB/s, 132 multiprocessors; boost clock of PCIe",
         latency=479,
     ),
     Device(

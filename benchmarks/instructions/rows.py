@@ -41,7 +41,7 @@ class Found:
 
     @property
     def rank(self) -> tuple[float, float]:
-        return 0 if self.row.whole else -self.elements, self.instructions
+        return -self.elements, self.instructions
 
 
 def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found]:

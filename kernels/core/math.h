@@ -133,8 +133,7 @@ HR_INLINE float hr_log_shifted(float normal, float shift)
 HR_INLINE float hr_log(float x)
 {
     const int denormal = x < 0x1p-126f;
-    const float result =
-        hr_log_shifted(denormal ? x * 0x1p+23f : x, denormal ? -23.0f : 0.0f);
+    const float result = hr_log_shifted(denormal ? x * 0x1p+23f : x, denormal ? -23.0f : 0.0f);
     const float special = x == 0.0f ? -HUGE_VALF : x < 0.0f ? hr_float(0x7FC00000u) : x;
     return x > 0.0f && x < HUGE_VALF ? result : special;
 }

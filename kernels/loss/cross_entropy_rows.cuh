@@ -207,7 +207,7 @@ static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, c
     float z[8 * GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-        float (&eight)[8] = reinterpret_cast<float (&)[8]>(z[8 * g]);
+        float(&eight)[8] = reinterpret_cast<float(&)[8]>(z[8 * g]);
         pack_floats(bits[g], dtype, eight);
         prepare(eight, cut.head + j + g * cut.width * 8);
     }

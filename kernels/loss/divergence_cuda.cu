@@ -94,8 +94,8 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
             add(sum, group);
         },
         [&](int64_t j, bool) {
-            add(sum, terms_of(of_row, hr_load(r.student, j, DTYPE),
-                              hr_load(r.teacher, j, DTYPE), exponent, KIND));
+            add(sum, terms_of(of_row, hr_load(r.student, j, DTYPE), hr_load(r.teacher, j, DTYPE),
+                              exponent, KIND));
         });
     dv_sums sums = {0.0, 0.0, 0.0, 0.0};
     if (KIND != DV_REVERSE) {

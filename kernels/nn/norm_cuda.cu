@@ -11,9 +11,9 @@
 
 #define THREADS       256
 #define ADDING        1024 /* threads that add groups */
-#define FORWARD_BLOCK 128 /* threads of a block, or those of a wider team */
-#define LONG_THREADS  512 /* of a backward block at most */
-#define HELD          2   /* vectors of x and of dy that a thread holds, backward */
+#define FORWARD_BLOCK 128  /* threads of a block, or those of a wider team */
+#define LONG_THREADS  512  /* of a backward block at most */
+#define HELD          2    /* vectors of x and of dy that a thread holds, backward */
 
 /* How many elements 16 bytes have. */
 template <hr_dtype dtype> constexpr int vector_of = dtype == HR_F32 ? 4 : 8;
@@ -111,8 +111,7 @@ static hr_status check_grid(const char *function, const norm_args *a, int64_t bl
 }
 
 /* Short rows take fewer vectors of a thread, so that more of its threads have all of theirs. */
-template <bool layer>
-static hr_status launch_forward(const norm_args *a, const hr_exec *exec)
+template <bool layer> static hr_status launch_forward(const norm_args *a, const hr_exec *exec)
 {
     const hr_dtype dtype = a->config.dtype;
     const bool vectors = is_vectorizable(a);
@@ -125,14 +124,13 @@ static hr_status launch_forward(const norm_args *a, const hr_exec *exec)
     const hr_status status = check_grid("hr_norm_forward", a, blocks);
     if (status != HR_OK || blocks == 0)
         return status;
-    const auto kernel =
-        !vectors            ? norm_forward_single_kernel<layer>
-        : dtype == HR_F32   ? is_short ? norm_forward_kernel<HR_F32, 2, layer>
-                                       : norm_forward_kernel<HR_F32, 4, layer>
-        : dtype == HR_BF16  ? is_short ? norm_forward_kernel<HR_BF16, 2, layer>
-                                       : norm_forward_kernel<HR_BF16, 4, layer>
-        : is_short          ? norm_forward_kernel<HR_F16, 2, layer>
-                            : norm_forward_kernel<HR_F16, 4, layer>;
+    const auto kernel = !vectors           ? norm_forward_single_kernel<layer>
+                        : dtype == HR_F32  ? is_short ? norm_forward_kernel<HR_F32, 2, layer>
+                                                      : norm_forward_kernel<HR_F32, 4, layer>
+                         : dtype == HR_BF16 ? is_short ? norm_forward_kernel<HR_BF16, 2, layer>
+                                                       : norm_forward_kernel<HR_BF16, 4, layer>
+                         : is_short ? norm_forward_kernel<HR_F16, 2, layer>
+                                           : norm_forward_kernel<HR_F16, 4, layer>;
     HR_LAUNCH(kernel, (uint32_t)blocks, block, 0, exec->stream, *a, (int)width);
     return cuda_launch_status("hr_norm_forward");
 }

@@ -92,8 +92,7 @@ static __device__ __forceinline__ void forward_row(const norm_args &a, int width
     row_walk walk = {team.lane * E, V * apart};
     few<E> x[V] = {};
     const auto load = [&](int j) {
-        each_vector<V>(j, apart, cols,
-                       [&](int v, int at) { x[v] = few_load<E>(in, at, dtype); });
+        each_vector<V>(j, apart, cols, [&](int v, int at) { x[v] = few_load<E>(in, at, dtype); });
         pack_all_loaded();
     };
     if (walk.j < cols)
@@ -162,8 +161,8 @@ template <int E> static __device__ __forceinline__ void put(float *to, const flo
         uint4 *const vectors = (uint4 *)to;
 #pragma unroll
         for (int v = 0; v < E / 4; v++)
-            vectors[v] = make_uint4(hr_bits(x[4 * v]), hr_bits(x[4 * v + 1]),
-                                    hr_bits(x[4 * v + 2]), hr_bits(x[4 * v + 3]));
+            vectors[v] = make_uint4(hr_bits(x[4 * v]), hr_bits(x[4 * v + 1]), hr_bits(x[4 * v + 2]),
+                                    hr_bits(x[4 * v + 3]));
     } else {
         *to = x[0];
     }
@@ -219,10 +218,9 @@ template <int E> struct sums_in_memory {
 };
 
 template <int E, int V, bool once, bool layer, typename Sums>
-static __device__ __forceinline__ void backward_row(const norm_args &a, const row_team &team,
-                                                    int turn, int64_t row, int cols,
-                                                    const few<E> (&weights)[V], Sums &sums,
-                                                    hr_dtype dtype, bool plain)
+static __device__ __forceinline__ void
+backward_row(const norm_args &a, const row_team &team, int turn, int64_t row, int cols,
+             const few<E> (&weights)[V], Sums &sums, hr_dtype dtype, bool plain)
 {
     const int apart = team.width * E;
     row_walk walk = {team.lane * E, V * apart};
@@ -317,9 +315,8 @@ static __device__ __forceinline__ void backward_rows(const norm_args &a, const r
     const int rows = (int)(begin + size < a.rows ? size : a.rows - begin);
     few<E> weights[V] = {}; /* of the columns that a thread has in each row */
     if (plain)
-        each_vector<V>(team.lane * E, team.width * E, (int)a.cols, [&](int v, int at) {
-            weights[v] = few_load<E>(a.weight, at, dtype);
-        });
+        each_vector<V>(team.lane * E, team.width * E, (int)a.cols,
+                       [&](int v, int at) { weights[v] = few_load<E>(a.weight, at, dtype); });
     for (int next = 0; next < rows; next += team.count) {
         const int r = next + team.index;
         backward_row<E, V, once, layer>(a, team, next & team.count ? 1 : 0, begin + r,
@@ -334,8 +331,7 @@ static __device__ __forceinline__ void backward_group(const norm_args &a, int wi
     HR_DYNAMIC_SHARED(float, shared);
     const row_team team = team_of(width);
     sums_in_registers<E, V, layer> sums = {};
-    FOR_FLAG(is_plain_backward(a), P,
-             (backward_rows<E, V, true, layer>(a, team, sums, dtype, P)))
+    FOR_FLAG(is_plain_backward(a), P, (backward_rows<E, V, true, layer>(a, team, sums, dtype, P)))
     if (!a.partials)
         return;
     const int cols = (int)a.cols, count = sums_count(a);
@@ -343,9 +339,8 @@ static __device__ __forceinline__ void backward_group(const norm_args &a, int wi
     float *const to = team.count > 1 ? shared + team.index * count : out;
 #pragma unroll
     for (int s = 0; s < (layer ? 2 : 1); s++)
-        each_vector<V>(team.lane * E, team.width * E, cols, [&](int v, int at) {
-            put(to + s * cols + at, sums.of[s][v]);
-        });
+        each_vector<V>(team.lane * E, team.width * E, cols,
+                       [&](int v, int at) { put(to + s * cols + at, sums.of[s][v]); });
     if (team.count == 1)
         return;
     __syncthreads();
