@@ -23,7 +23,7 @@ Signature = tuple[tuple[Access, int], ...]
 State = tuple  # see _Ways
 Arrival = tuple[int, int, State]
 
-MOST_WAYS = 20000  # through a turn; of more, those with the fewest instructions
+MOST_WAYS = 1000  # through a turn; of more, those with the fewest instructions
 COUNTED = "FMUL"  # of which ways with the same accesses may have more or fewer, as options ask for
 READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
 BRANCHES = ("BRA", "JMP")
@@ -199,7 +199,7 @@ class _Flow:
                         stack += self.before[one]
         return found
 
-    def turns(self, header: int, body: set[int], is_loop: bool) -> list[Turn]:
+    def turns(self, header: int, body: set[int], is_loop: bool, most: int) -> list[Turn]:
         """The shortest way through a turn for each set of accesses, and number of multiplications,
         that a turn can have."""
         counted = _Ways(self, body)
@@ -211,7 +211,7 @@ class _Flow:
         for block in self.order:
             if block not in body or block not in ways or counted.is_cold(block):
                 continue
-            arrivals = sorted(ways[block].items(), key=lambda item: item[1][0])[:MOST_WAYS]
+            arrivals = sorted(ways[block].items(), key=lambda item: item[1][0])[:most]
             is_end = header in self.next[block] if is_loop else self.block(block)[-1].name == "EXIT"
             for start, (cost, _, _) in arrivals:
                 arrival = (cost + counted.length[block], block, start)
@@ -310,31 +310,31 @@ class _Ways:
         return found
 
 
-def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
+def hot_loops(code: list[Instruction], most: int = MOST_WAYS) -> list[list[Turn]]:
     """Returns the turns of each hot loop of a kernel, the shortest first.
 
     Some loops are only reached through the table of an indirect branch. Others are no loops any
     more where such a branch is taken to lead into them. So the kernel is read in both ways.
     """
-    found = _hot_loops(_Flow(code, through_tables=False))
+    found = _hot_loops(_Flow(code, through_tables=False), most)
     if any(instruction.name in INDIRECT for instruction in code):
-        through = _hot_loops(_Flow(code, through_tables=True))
+        through = _hot_loops(_Flow(code, through_tables=True), most)
         found += [loop for loop in through if loop not in found]
-    return found or whole(code)
+    return found or whole(code, most)
 
 
-def _hot_loops(flow: _Flow) -> list[list[Turn]]:
+def _hot_loops(flow: _Flow, most: int) -> list[list[Turn]]:
     def accesses(blocks) -> bool:
         return any(i.access for block in blocks for i in flow.block(block))
 
     loops = {header: body for header, body in flow.loops().items() if accesses(body)}
-    return _sorted(flow.turns(header, body, True) for header, body in loops.items())
+    return _sorted(flow.turns(header, body, True, most) for header, body in loops.items())
 
 
-def whole(code: list[Instruction]) -> list[list[Turn]]:
+def whole(code: list[Instruction], most: int) -> list[list[Turn]]:
     """Returns the ways through a kernel, with one turn of each loop on them, as turns."""
     flow = _Flow(code, through_tables=True)
-    return _sorted([flow.turns(0, set(flow.order), False)])
+    return _sorted([flow.turns(0, set(flow.order), False, most)])
 
 
 def _sorted(found: Iterable[list[Turn]]) -> list[list[Turn]]:

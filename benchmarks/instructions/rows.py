@@ -19,6 +19,9 @@ ROWS: list[Row] = [
 ]
 
 
+DEEPER = 20000  # ways through a kernel of which one is followed to its end
+
+
 @dataclass(frozen=True)
 class Found:
     """A row in the device code of one architecture."""
@@ -57,7 +60,10 @@ def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found
     for (arch, symbol), instructions in code.items():
         if (name := kernel_name(symbol)) not in kernels:
             continue
-        loops = hot_loops(instructions) + (whole(instructions) if name in whole_too else [])
+        if name in whole_too:  # longer ways are wanted than the shortest
+            loops = hot_loops(instructions, DEEPER) + whole(instructions, DEEPER)
+        else:
+            loops = hot_loops(instructions)
         for turn in (turn for loop in loops for turn in loop):
             for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
                 key, fresh = (arch, name, row.mix), Found(row, turn, symbol)
