@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
-from .instructions.call import Call, Step
 from .instructions.row import LOGISTIC, SQUARE, Row
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -81,18 +80,4 @@ BUDGETS = [
     Row("glu_kernel", "silu, f32, backward", 20, 12, 8, LOGISTIC, 12, GLU_BACK),
     Row("glu_kernel", "silu, bf16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK | {"75": 63.8}, 60),
     Row("glu_kernel", "silu, f16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK, 60, f16=True),
-]
-
-
-def call(name: str, mix: str, traffic: int, rows: int = 4096, cols: int = 11008) -> Call:
-    """A thread takes eight elements of a row."""
-    blocks = rows * -(-cols // (256 * 8))
-    numel = rows * cols
-    step = Step("glu_kernel", ((mix, numel),), blocks, 256, 1, traffic * numel)
-    return Call(f"{name}, {rows:,} x {cols:,}, bf16", traffic * numel, (step,))
-
-
-CALLS = [
-    call("glu silu", "silu, bf16", 6),
-    call("glu silu backward", "silu, bf16, backward", 10),
 ]
