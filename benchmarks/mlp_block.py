@@ -159,10 +159,6 @@ def main() -> None:
         print(f"  {tokens} tokens: {peak / 1e6:.2f}, of it {outputs / 1e6:.2f} results")
 
 
-if __name__ == "__main__":
-    main()
-
-
 def glu_call(name: str, mix: str, traffic: int, rows: int = 4096, cols: int = 11008) -> Call:
     """What lies between a block's products: a thread takes eight elements of a row."""
     blocks = rows * -(-cols // (256 * 8))
@@ -175,3 +171,7 @@ CALLS = [
     glu_call("glu silu", "silu, bf16", 6),
     glu_call("glu silu backward", "silu, bf16, backward", 10),
 ]
+
+
+if __name__ == "__main__":
+    main()
