@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
-from .instructions.row import Row
+from .instructions.call import Call, Step
+from .instructions.row import Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -65,13 +66,31 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 SOFTMAX = {"90": 20, "86": 20}
-EXP, FORWARD, BACKWARD = ("FFMA",), "cross_entropy_forward_kernel", "cross_entropy_backward_kernel"
+EXP, LARGEST, FORWARD, BACKWARD = (
+    ("FFMA",),
+    ("FMNMX",),
+    "cross_entropy_forward_kernel",
+    "cross_entropy_backward_kernel",
+)
 BUDGETS = [
-    Row(FORWARD, "f32", 4, 4, 0, EXP, 8, {"90": 19, "86": 19, "75": 20.1}),
-    Row(FORWARD, "bf16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}),
-    Row(FORWARD, "f16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}, f16=True),
+    Row(FORWARD, "f32", 4, 4, 0, LARGEST, 1, evenly(6.6)),
+    Row(FORWARD, "bf16", 2, 2, 0, LARGEST, 1, evenly(7.5)),
+    Row(FORWARD, "f16", 2, 2, 0, LARGEST, 1, evenly(7.5), f16=True),
     Row(BACKWARD, "f32", 8, 4, 4, EXP, 8, {"90": 20.5, "86": 20.5, "75": 21.7}),
     Row(BACKWARD, "bf16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
     Row(BACKWARD, "f16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 21.7}, f16=True),
     Row(BACKWARD, "f32 to bf16", 6, 4, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+]
+
+
+def call(name: str, kernel: str, count: int, classes: int, traffic: int, flying: int) -> Call:
+    """A block a row; `flying` groups of eight of a thread are waited for together."""
+    turns = classes / (256 * 8 * flying)
+    step = Step(kernel, (("bf16", count * classes),), count, 256, turns, count * classes * traffic)
+    return Call(f"{name}, {count:,} x {classes:,}, bf16", step.traffic, (step,))
+
+
+CALLS = [
+    call("cross_entropy", FORWARD, 8192, 128256, 2, 2),
+    call("cross_entropy backward", BACKWARD, 8192, 128256, 4, 1),
 ]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._layers import held_bytes, trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.call import Call, Step
 
 F32, BF16 = torch.float32, torch.bfloat16
 SAVES = ("gate_up", "all", "input")
@@ -156,6 +157,20 @@ def main() -> None:
             cpu,
         )
         print(f"  {tokens} tokens: {peak / 1e6:.2f}, of it {outputs / 1e6:.2f} results")
+
+
+def glu_call(name: str, mix: str, traffic: int, rows: int = 4096, cols: int = 11008) -> Call:
+    """What lies between a block's products: a thread takes eight elements of a row."""
+    blocks = rows * -(-cols // (256 * 8))
+    numel = rows * cols
+    step = Step("glu_kernel", ((mix, numel),), blocks, 256, 1, traffic * numel)
+    return Call(f"{name}, {rows:,} x {cols:,}, bf16", traffic * numel, (step,))
+
+
+CALLS = [
+    glu_call("glu silu", "silu, bf16", 6),
+    glu_call("glu silu backward", "silu, bf16, backward", 10),
+]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.call import Call, Step
 from .instructions.row import FACTOR, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -82,13 +83,44 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     ]
 
 
-NORM_Y = {"90": 11.9, "86": 11.9, "75": 18.9}
+FORWARD, BACKWARD = "norm_forward_kernel", "norm_backward_kernel"
+NORM, NORM_BACK = {"90": 17, "86": 16.5}, {"90": 24.8, "86": 25}
 BUDGETS = [
-    # RMS norms: y from a row and its weights; and the pass of a gradient that finds its means, a
-    # loop where rows do not fit in registers. The next pass has too many ways to be found.
-    Row("norm_forward_kernel", "f32", 8, 8, 4, FACTOR, 2, evenly(11.1)),
-    Row("norm_forward_kernel", "bf16", 4, 4, 2, FACTOR, 2, NORM_Y),
-    Row("norm_forward_kernel", "f16", 4, 4, 2, FACTOR, 2, NORM_Y | {"75": 12.3}, f16=True),
-    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(11.9)),
-    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(13.5)),
+    # All that a thread does with a row that stays in registers, for RMS norms of plain weights.
+    Row(FORWARD, "f32", 8, 8, 4, FACTOR, 3, {"90": 16.2, "86": 16.2, "75": 21.4}, whole=16),
+    Row(FORWARD, "bf16", 4, 4, 2, FACTOR, 3, NORM | {"75": 22.8}, whole=32),
+    Row(FORWARD, "bf16, short", 4, 4, 2, FACTOR, 3, {"90": 21.5, "86": 20.6, "75": 27.1}, whole=16),
+    Row(FORWARD, "f16", 4, 4, 2, FACTOR, 3, NORM | {"75": 18}, f16=True, whole=32),
+    Row(BACKWARD, "f32", 12, 8, 4, FACTOR, 9, {"90": 35.2, "86": 35.7, "75": 50.1}, whole=8),
+    Row(BACKWARD, "bf16", 6, 4, 2, FACTOR, 9, NORM_BACK | {"75": 31.7}, whole=16),
+    Row(BACKWARD, "f16", 6, 4, 2, FACTOR, 9, NORM_BACK | {"75": 25.7}, f16=True, whole=16),
+    # Of longer rows, the pass that finds the means.
+    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(19.4)),
+    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(12.4)),
+]
+
+
+def forward_call(what: str, count: int, cols: int, width: int, mix: str = "bf16") -> Call:
+    """Teams of `width` threads; they wait for x and for the weights, which come from the cache."""
+    moved = count * cols * (8 if mix == "f32" else 4)
+    block = max(width, 128)
+    step = Step(FORWARD, ((mix, count * cols),), count * width // block, block, 1.5, moved)
+    return Call(f"rms_norm, {what}, {mix}", moved, (step,))
+
+
+def backward_call(count: int, cols: int, width: int, mix: str = "bf16") -> Call:
+    """Groups of 16 rows, whose sums of dweight a second launch adds."""
+    moved, groups = count * cols * (12 if mix == "f32" else 6), count // 16
+    sums = 4 * groups * cols
+    rows = Step(BACKWARD, ((mix, count * cols),), groups, width, 17, moved + sums)
+    add = Step("norm_add_groups_kernel", (), cols // 32, 1024, 1, sums)
+    return Call(f"rms_norm backward, {count:,} x {cols:,}, {mix}", moved, (rows, add))
+
+
+CALLS = [
+    forward_call("4,096 x 4,096", 4096, 4096, 128),
+    forward_call("4,096 x 4,096", 4096, 4096, 256, "f32"),
+    forward_call("4,096 tokens, 40 heads of 128", 4096 * 40, 128, 8, "bf16, short"),
+    backward_call(4096, 4096, 256),
+    backward_call(4096, 4096, 512, "f32"),
 ]

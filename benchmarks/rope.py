@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.call import Call, Step
 from .instructions.row import ADD, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -110,3 +111,17 @@ BUDGETS = [
     Row("rope_kernel", "bf16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 12.9}),
     Row("rope_kernel", "f16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 6.7}, f16=True),
 ]
+
+HELD = 8  # heads of a thread, two at a time; before them it waits for its position and its table
+
+
+def call(tokens: int, q_heads: int, k_heads: int) -> Call:
+    numel = tokens * (q_heads + k_heads) * HEAD_DIM
+    parts = -(-q_heads // HELD) + -(-k_heads // HELD)
+    blocks = tokens * (HEAD_DIM // 16) // 256 * parts
+    step = Step("rope_kernel", (("bf16", numel),), blocks, 256, 1 + HELD / 2, 4 * numel)
+    name = f"rope, {tokens:,} tokens, {q_heads} and {k_heads} heads of {HEAD_DIM}, bf16"
+    return Call(name, 4 * numel, (step,))
+
+
+CALLS = [call(4096, 32, 8)]

@@ -1,5 +1,6 @@
 """Counts the instructions per element in the hot loops of the built library, and prints how much
-of a GPU's memory bandwidth they leave: `python -m benchmarks.instructions`. Needs no GPU.
+of a GPU's memory bandwidth they leave and what calls are predicted to take:
+`python -m benchmarks.instructions`. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from .disassembly import MissingTool, instructions, kernel_name
+from .calls import CALLS, predictions
+from .disassembly import Key, MissingTool, instructions, kernel_name, resources
 from .loops import hot_loops
-from .model import DEVICES, ISSUED, LEFT_OUT
+from .model import DEVICES, ISSUED, LEFT_OUT, MODEL
 from .rows import ROWS, Found, find
 
 NAMES = {device.arch: device.name for device in DEVICES}
@@ -68,6 +70,22 @@ def show_rows(found: dict[tuple[str, str, str], Found]) -> None:
     )
 
 
+def show_calls(found: dict[tuple[str, str, str], Found], usage: dict[Key, dict[str, int]]) -> None:
+    print(f"\nPredicted, not measured: {MODEL}")
+    print(f"  {'call':<52}{'GPU':>10}{'time, us':>10}{'launches':>10}{'fraction':>10}  limit")
+    for call in CALLS:
+        for device in DEVICES:
+            parts = predictions(call, device, found, usage)
+            if not parts:
+                continue
+            seconds = sum(part.seconds for part in parts)
+            longest = max(parts, key=lambda part: part.seconds)
+            print(
+                f"  {call.name:<52}{device.name:>10}{seconds * 1e6:10.1f}{len(parts):10}"
+                f"{call.least / device.bandwidth / seconds:10.2f}  {longest.limit}"
+            )
+
+
 def show_loops(library: Path, kernel: str, arch: str, code: bool) -> None:
     for (_, symbol), listing in instructions(library, arch).items():
         if kernel not in kernel_name(symbol):
@@ -100,7 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not code:
             print(f"{library} has no device code: it was built for the CPU only", file=sys.stderr)
             return 1
-        show_rows(find(code))
+        found = find(code)
+        show_rows(found)
+        show_calls(found, resources(library))
     except MissingTool as error:
         print(error, file=sys.stderr)
         return 1

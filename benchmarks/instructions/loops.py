@@ -1,12 +1,12 @@
 """Hot loops of device code, and what a thread does in one turn of them.
 
 A hot loop is one that accesses global memory. Where a kernel has none, it is one turn. Of all
-ways through a turn that make the same accesses, the shortest counts: what is left out are blocks
-that call a function (roots and divisions of denormal numbers, accesses one by one) and the longer
-sides of branches, so the figure is right for loops whose dtypes are literal and a lower bound for
-those that test them per element. Loops within a loop count once, if the way leads through them. Of
-an access or branch under a predicate both ways are followed; under one that the loop does not
-change, the same way each time.
+ways through a turn that make the same accesses and as many multiplications, the shortest counts:
+what is left out are blocks that call a function (roots and divisions of denormal numbers, accesses
+one by one) and the longer sides of branches, so the figure is right for loops whose dtypes are
+literal and a lower bound for those that test them per element. Loops within a loop count once, if
+the way leads through them. Of an access or branch under a predicate both ways are followed; under
+one that the loop does not change, the same way each time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Signature = tuple[tuple[Access, int], ...]
 State = tuple  # see _Ways
 Arrival = tuple[int, int, State]
 
-MOST_WAYS = 100  # through a turn; of more, those with the fewest instructions
+MOST_WAYS = 1000  # through a turn; of more, those with the fewest instructions
+COUNTED = "FMUL"  # of which ways with the same accesses may have more or fewer, as options ask for
 READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
 BRANCHES = ("BRA", "JMP")
 UNIFORM = ("BRXU", "JMXU")
@@ -39,9 +40,11 @@ class Turn:
     signature: Signature
     is_loop: bool
 
-    def bytes(self, kind: str) -> int:
-        """What a thread loads or stores in a turn."""
-        return sum(size * count for (of, size), count in self.signature if of == kind)
+    def bytes(self, kind: str, least: int = 1) -> int:
+        """What a thread loads or stores in a turn, by accesses of at least so many bytes."""
+        return sum(
+            size * count for (of, size), count in self.signature if of == kind and size >= least
+        )
 
     def accesses(self, kind: str) -> str:
         """Such as 4x16: four accesses of 16 bytes."""
@@ -196,8 +199,9 @@ class _Flow:
                         stack += self.before[one]
         return found
 
-    def turns(self, header: int, body: set[int], is_loop: bool) -> list[Turn]:
-        """The shortest way through a turn for each set of accesses that a turn can make."""
+    def turns(self, header: int, body: set[int], is_loop: bool, most: int) -> list[Turn]:
+        """The shortest way through a turn for each set of accesses, and number of multiplications,
+        that a turn can have."""
         counted = _Ways(self, body)
         # By block: {state on entry: (length so far, the block before, its state on entry)}
         ways: dict[int, dict[State, tuple[int, int, State]]] = {
@@ -207,7 +211,7 @@ class _Flow:
         for block in self.order:
             if block not in body or block not in ways or counted.is_cold(block):
                 continue
-            arrivals = sorted(ways[block].items(), key=lambda item: item[1][0])[:MOST_WAYS]
+            arrivals = sorted(ways[block].items(), key=lambda item: item[1][0])[:most]
             is_end = header in self.next[block] if is_loop else self.block(block)[-1].name == "EXIT"
             for start, (cost, _, _) in arrivals:
                 arrival = (cost + counted.length[block], block, start)
@@ -220,14 +224,14 @@ class _Flow:
                     table = ways.setdefault(other, {})
                     if state not in table or arrival[0] < table[state][0]:
                         table[state] = arrival
-        shortest: dict[Signature, tuple[State, Arrival]] = {}
+        shortest: dict[tuple[Signature, int], Arrival] = {}
         for state, end in ends.items():
-            signature = counted.signature(state)
-            if signature and (signature not in shortest or end[0] < shortest[signature][1][0]):
-                shortest[signature] = state, end
+            key = counted.signature(state), state[0]
+            if key[0] and (key not in shortest or end[0] < shortest[key][0]):
+                shortest[key] = end
         return [
             Turn(self._instructions(ways, end), signature, is_loop)
-            for signature, (_, end) in shortest.items()
+            for (signature, _), end in shortest.items()
         ]
 
     def _instructions(self, ways, end) -> list[Instruction]:
@@ -240,8 +244,9 @@ class _Flow:
 
 
 class _Ways:
-    """What happens to a state on its way through the blocks of a turn. A state is how many accesses
-    of each kind were made, and what was decided about predicates that stay the same in the loop."""
+    """What happens to a state on its way through the blocks of a turn. A state is how many
+    multiplications and accesses of each kind were made, and what was decided about predicates that
+    stay the same in the loop."""
 
     def __init__(self, flow: _Flow, body: set[int]):
         self.flow = flow
@@ -249,12 +254,13 @@ class _Ways:
         self.kinds = sorted({i.access for i in code if i.access})
         written = {p for i in code if i.name not in READERS for p in i.predicates}
         self.fixed = sorted({i.guard.strip("!") for i in code if i.guard} - written - {"PT", "UPT"})
-        self.start: State = (0,) * len(self.kinds) + (None,) * len(self.fixed)
+        self.start: State = (0,) * (1 + len(self.kinds)) + (None,) * len(self.fixed)
+        self.multiplications = {b: sum(i.name == COUNTED for i in flow.block(b)) for b in body}
         self.length = {b: sum(i.name != "NOP" for i in flow.block(b)) for b in body}
         self._known: dict[tuple[State, int], list[State]] = {}
 
     def signature(self, state: State) -> Signature:
-        return tuple((kind, count) for kind, count in zip(self.kinds, state) if count)
+        return tuple((kind, count) for kind, count in zip(self.kinds, state[1:]) if count)
 
     def is_cold(self, block: int) -> bool:
         return any(i.name == "CALL" and i.target is None for i in self.flow.block(block))
@@ -265,7 +271,7 @@ class _Ways:
             return [(not guard.startswith("!"), state)]
         if guard.strip("!") not in self.fixed:
             return [(True, state), (False, state)]
-        place = len(self.kinds) + self.fixed.index(guard.strip("!"))
+        place = 1 + len(self.kinds) + self.fixed.index(guard.strip("!"))
         holds = not guard.startswith("!")
         if state[place] is not None:
             return [(state[place] == holds, state)]
@@ -278,11 +284,11 @@ class _Ways:
         """The states at the end of a block, before its branch."""
         if (start, block) in self._known:
             return self._known[start, block]
-        found = [start]
+        found = [(start[0] + self.multiplications[block], *start[1:])]
         for instruction in self.flow.block(block):
             if instruction.access is None:
                 continue
-            place = self.kinds.index(instruction.access)
+            place = 1 + self.kinds.index(instruction.access)
             found = [
                 (*s[:place], s[place] + taken, *s[place + 1 :])
                 for state in found
@@ -304,30 +310,31 @@ class _Ways:
         return found
 
 
-def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
+def hot_loops(code: list[Instruction], most: int = MOST_WAYS) -> list[list[Turn]]:
     """Returns the turns of each hot loop of a kernel, the shortest first.
 
     Some loops are only reached through the table of an indirect branch. Others are no loops any
     more where such a branch is taken to lead into them. So the kernel is read in both ways.
     """
-    found = _hot_loops(_Flow(code, through_tables=False))
+    found = _hot_loops(_Flow(code, through_tables=False), most)
     if any(instruction.name in INDIRECT for instruction in code):
-        through = _hot_loops(_Flow(code, through_tables=True))
+        through = _hot_loops(_Flow(code, through_tables=True), most)
         found += [loop for loop in through if loop not in found]
-    return found or _straight(_Flow(code, through_tables=True))
+    return found or whole(code, most)
 
 
-def _hot_loops(flow: _Flow) -> list[list[Turn]]:
+def _hot_loops(flow: _Flow, most: int) -> list[list[Turn]]:
     def accesses(blocks) -> bool:
         return any(i.access for block in blocks for i in flow.block(block))
 
     loops = {header: body for header, body in flow.loops().items() if accesses(body)}
-    return _sorted(flow.turns(header, body, True) for header, body in loops.items())
+    return _sorted(flow.turns(header, body, True, most) for header, body in loops.items())
 
 
-def _straight(flow: _Flow) -> list[list[Turn]]:
-    """A kernel without loops, as one turn."""
-    return _sorted([flow.turns(0, set(flow.order), False)])
+def whole(code: list[Instruction], most: int) -> list[list[Turn]]:
+    """Returns the ways through a kernel, with one turn of each loop on them, as turns."""
+    flow = _Flow(code, through_tables=True)
+    return _sorted([flow.turns(0, set(flow.order), False, most)])
 
 
 def _sorted(found: Iterable[list[Turn]]) -> list[list[Turn]]:

@@ -27,12 +27,26 @@ class Row:
     budget: dict[str, float] = field(default_factory=dict)  # instructions per element, by arch
     wanted: float | None = None  # on a Hopper GPU
     f16: bool = False
+    # Not 0: of all that a thread does with so many elements of a row, from the kernel's beginning
+    # to its end or in a turn of its loop over rows, not of a loop alone. There are at least so many
+    # of the marker's opcodes, and of accesses those of 16 bytes count.
+    whole: int = 0
 
     def elements(self, turn: Turn) -> float:
+        if self.whole:
+            return turn.bytes("load", 16) / self.loads
         return turn.count(*self.marker) / self.per_element
 
     def fits(self, turn: Turn) -> bool:
         """Whether this is a turn over elements of the row's dtypes."""
+        if self.whole:
+            elements = self.elements(turn)
+            return (
+                elements == self.whole
+                and turn.bytes("store", 16) == self.stores * elements
+                and turn.count(*self.marker) >= self.per_element * elements
+                and (turn.count(*F16) > 0) == self.f16
+            )
         if turn.bytes("load") * self.stores != turn.bytes("store") * self.loads:
             return False
         elements = self.elements(turn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .disassembly import Instruction, Key, kernel_name
-from .loops import Turn, hot_loops
+from .loops import Turn, hot_loops, whole
 from .row import Row
 
 # The budgets are what the kernels take today and 3 % for other versions of the compiler. After a
@@ -19,12 +19,16 @@ ROWS: list[Row] = [
 ]
 
 
+DEEPER = 20000  # ways through a kernel of which one is followed to its end
+
+
 @dataclass(frozen=True)
 class Found:
     """A row in the device code of one architecture."""
 
     row: Row
     turn: Turn
+    symbol: str  # of the kernel's instance
 
     @property
     def elements(self) -> float:
@@ -52,12 +56,17 @@ def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found
     """
     found: dict[tuple[str, str, str], Found] = {}
     kernels = {row.kernel for row in ROWS}
+    whole_too = {row.kernel for row in ROWS if row.whole}
     for (arch, symbol), instructions in code.items():
         if (name := kernel_name(symbol)) not in kernels:
             continue
-        for turn in (turn for loop in hot_loops(instructions) for turn in loop):
+        if name in whole_too:  # longer ways are wanted than the shortest
+            loops = hot_loops(instructions, DEEPER) + whole(instructions, DEEPER)
+        else:
+            loops = hot_loops(instructions)
+        for turn in (turn for loop in loops for turn in loop):
             for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
-                key, fresh = (arch, name, row.mix), Found(row, turn)
+                key, fresh = (arch, name, row.mix), Found(row, turn, symbol)
                 if key not in found or fresh.rank < found[key].rank:
                     found[key] = fresh
     return found

@@ -110,13 +110,12 @@ HR_INLINE float hr_tanh(float x)
     return hr_with_sign_of(fmaf(remainder, inverse, q), x);
 }
 
-HR_INLINE float hr_log(float x)
+/* Of 2^shift times a normal number, which is above 0 and finite. */
+HR_INLINE float hr_log_shifted(float normal, float shift)
 {
-    /* x = 2^n (1 + f), 1 + f from sqrt(1/2) to sqrt(2). */
-    const int denormal = x < 0x1p-126f;
-    const float normal = denormal ? x * 0x1p+23f : x;
+    /* normal = 2^n (1 + f), 1 + f from sqrt(1/2) to sqrt(2). */
     const uint32_t above = hr_bits(normal) - 0x3F3504F3u;
-    const float n = (float)((int32_t)above >> 23) - (denormal ? 23.0f : 0.0f);
+    const float n = (float)((int32_t)above >> 23) + shift;
     const float f = hr_float((above & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f;
     float p = -0x1.38b608p-4f;
     p = fmaf(p, f, 0x1.055ba6p-3f);
@@ -128,7 +127,13 @@ HR_INLINE float hr_log(float x)
     p = fmaf(p, f, 0x1.555554p-2f);
     p = fmaf(p, f, -0.5f);
     const float low = fmaf(n, 0x1.7f7d1cp-20f, f * f * p);
-    const float result = fmaf(n, 0x1.62e400p-1f, f + low);
+    return fmaf(n, 0x1.62e400p-1f, f + low);
+}
+
+HR_INLINE float hr_log(float x)
+{
+    const int denormal = x < 0x1p-126f;
+    const float result = hr_log_shifted(denormal ? x * 0x1p+23f : x, denormal ? -23.0f : 0.0f);
     const float special = x == 0.0f ? -HUGE_VALF : x < 0.0f ? hr_float(0x7FC00000u) : x;
     return x > 0.0f && x < HUGE_VALF ? result : special;
 }

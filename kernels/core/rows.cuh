@@ -1,6 +1,7 @@
 /*
- * rows.cuh: what grids over matrices of rows share. A team of threads takes a row, E elements of it
- * per thread and turn; E is 8 where 16-byte accesses reach every group, else 1, in the same code.
+ * rows.cuh: what grids over matrices of rows share. A team of threads takes a row, vectors of E
+ * elements of it per thread and turn; E is 8, or 4 of binary32, where 16-byte accesses reach every
+ * vector, else 1, in the same code.
  */
 #ifndef HR_ROWS_CUH
 #define HR_ROWS_CUH
@@ -9,9 +10,8 @@
 #include "kernels/core/reduce.cuh"
 
 /* E consecutive elements, as they lie in memory. */
-template <int E> struct few;
-template <> struct few<8> {
-    pack<8> bits;
+template <int E> struct few {
+    pack<E> bits;
 };
 template <> struct few<1> {
     float x;
@@ -20,8 +20,8 @@ template <> struct few<1> {
 template <int E>
 static __device__ __forceinline__ few<E> few_load(const void *row, int64_t j, hr_dtype dtype)
 {
-    if constexpr (E == 8)
-        return {pack_load<8>(row, j, dtype)};
+    if constexpr (E > 1)
+        return {pack_load<E>(row, j, dtype)};
     else
         return {hr_load(row, j, dtype)};
 }
@@ -29,7 +29,7 @@ static __device__ __forceinline__ few<E> few_load(const void *row, int64_t j, hr
 template <int E>
 static __device__ __forceinline__ float few_get(const few<E> &x, int e, hr_dtype dtype)
 {
-    if constexpr (E == 8)
+    if constexpr (E > 1)
         return pack_get(x.bits, e, dtype);
     else
         return x.x;
@@ -39,7 +39,7 @@ template <int E>
 static __device__ __forceinline__ void few_store(void *row, int64_t j, const float (&x)[E],
                                                  hr_dtype dtype)
 {
-    if constexpr (E == 8)
+    if constexpr (E > 1)
         pack_store(row, j, pack_of(x, dtype), dtype);
     else
         hr_store(row, j, x[0], dtype);
@@ -49,7 +49,7 @@ static __device__ __forceinline__ void few_store(void *row, int64_t j, const flo
 template <int E>
 static __device__ __forceinline__ void few_floats(const few<E> &x, hr_dtype dtype, float (&out)[E])
 {
-    if constexpr (E == 8)
+    if constexpr (E > 1)
         pack_floats(x.bits, dtype, out);
     else
         out[0] = x.x;
@@ -60,8 +60,8 @@ template <int E>
 static __device__ __forceinline__ few<E> few_rounded(void *row, int64_t j, const float (&x)[E],
                                                      hr_dtype dtype)
 {
-    if constexpr (E == 8) {
-        const pack<8> bits = pack_of(x, dtype);
+    if constexpr (E > 1) {
+        const pack<E> bits = pack_of(x, dtype);
         pack_store(row, j, bits, dtype);
         return {bits};
     } else {
@@ -91,44 +91,50 @@ template <int WIDTH> static __device__ __forceinline__ double row_total(double x
     return x;
 }
 
-/* A thread block is cut into teams of equal width, each of which takes a row at a time: so that a
- * team's threads hold a row in registers, E elements each, if it has no more than 1,024 * E. */
-#define TEAM_BLOCK  256 /* threads of a block, or those of a wider team */
+/* A thread block is cut into teams of equal width, each of which takes a row at a time and holds it
+ * in registers: V vectors of E elements a thread, so that few threads wait for each other, with
+ * several loads in flight each. Longer rows are read again, from the cache. */
 #define TEAM_WIDEST 1024
 
 struct row_team {
     int width, lane, index, count;
 };
 
-/* How many threads take a row of `cols` elements: a power of two, or a team has the block alone. */
-static inline uint32_t team_width(int64_t cols, int elements)
+/* How many threads take a row of `cols` elements: a power of two, of which a block of `block` threads
+ * has several, or the team has the block alone. */
+static inline uint32_t team_width(int64_t cols, int elements, uint32_t block)
 {
-    const int64_t groups = (cols + elements - 1) / elements;
-    if (groups >= TEAM_WIDEST)
+    const int64_t wanted = (cols + elements - 1) / elements;
+    if (wanted >= TEAM_WIDEST)
         return TEAM_WIDEST;
-    uint32_t width = 32;
-    while (width < groups)
-        width = width < TEAM_BLOCK ? 2 * width : width + 32;
+    uint32_t width = 8;
+    while (width < wanted)
+        width = width < block ? 2 * width : width + 32;
     return width;
-}
-
-static inline uint32_t team_block(uint32_t width)
-{
-    return width < TEAM_BLOCK ? TEAM_BLOCK : width;
 }
 
 static __device__ __forceinline__ row_team team_of(int width)
 {
-    return {width, (int)threadIdx.x % width, (int)threadIdx.x / width, (int)blockDim.x / width};
+    if ((int)blockDim.x == width)
+        return {width, (int)threadIdx.x, 0, 1};
+    const int shift = __popc((unsigned)width - 1u);
+    return {width, (int)threadIdx.x & (width - 1), (int)threadIdx.x >> shift,
+            (int)blockDim.x >> shift};
 }
 
-/* The sum over the lanes of a warp, in all of them. */
-static __device__ __forceinline__ float warp_total(float x)
+/* The sum over groups of `lanes` lanes of a warp, in all of them. */
+static __device__ __forceinline__ float lane_total(float x, int lanes)
 {
 #pragma unroll
     for (int width = 16; width > 0; width /= 2)
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, width);
+        if (lanes > width)
+            x += __shfl_xor_sync(0xFFFFFFFFu, x, width);
     return x;
+}
+
+static __device__ __forceinline__ float warp_total(float x)
+{
+    return lane_total(x, 32);
 }
 
 /* Sums over the threads of each team, in all of its threads: over the lanes of its warps, then over
@@ -139,8 +145,8 @@ static __device__ __forceinline__ void team_totals(const row_team &team, int tur
 {
 #pragma unroll
     for (int n = 0; n < N; n++)
-        x[n] = warp_total(x[n]);
-    if (team.width == 32)
+        x[n] = lane_total(x[n], team.width);
+    if (team.width <= 32)
         return;
     __shared__ float of_warps[2][N][TEAM_WIDEST / 32];
     const int lane = (int)threadIdx.x % 32, warps = team.width / 32;
@@ -154,17 +160,23 @@ static __device__ __forceinline__ void team_totals(const row_team &team, int tur
         x[n] = warp_total(lane < warps ? of_warps[turn][n][team.index * warps + lane] : 0.0f);
 }
 
-/* Calls visit(j) for each group of a thread's elements; j is the first column. The first call is for
- * the group that the thread has loaded, and before each other load(j) is called. Every walk over a
- * row goes the other way than the last, so that it begins with what is in registers. `once`: no row
- * has more than one group for a thread, which saves the registers of a loop. */
+/* Calls visit(j) for each V vectors of a thread; j is the first column of the first, and the others
+ * follow `width` vectors apart. The first call is for those that the thread has loaded, and before
+ * each other load(j) is called. Every walk over a row goes the other way than the last, so that it
+ * begins with what is in registers. `once`: no row has more than V vectors for a thread, which saves
+ * the registers of a loop. */
 struct row_walk {
     int j, step;
 };
 
-static __device__ __forceinline__ row_walk walk_of(const row_team &team, int elements)
+/* Calls visit(v, at) for those of the V vectors from column j on that the row has. */
+template <int V, typename Visit>
+static __device__ __forceinline__ void each_vector(int j, int apart, int cols, Visit visit)
 {
-    return {team.lane * elements, team.width * elements};
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (j + v * apart < cols)
+            visit(v, j + v * apart);
 }
 
 template <bool once = false, typename Load, typename Visit>

@@ -52,9 +52,8 @@ typedef struct ce_stray {
     int64_t row, target; /* -1 and 0 if there is none */
 } ce_stray;
 
-HR_INLINE int ce_is_stray(const cross_entropy_args *a, int64_t row)
+HR_INLINE int ce_is_stray(const cross_entropy_args *a, int64_t target)
 {
-    const int64_t target = ce_target(a, row);
     return !ce_is_class(a, target) && !ce_is_ignored(a, target);
 }
 
@@ -258,18 +257,26 @@ typedef struct ce_totals {
     double loss, z_loss, weight, count;
 } ce_totals;
 
-HR_INLINE void ce_count(const cross_entropy_args *a, int64_t row, ce_totals *totals)
+HR_INLINE void ce_count(const cross_entropy_args *a, int64_t target, float loss, float lse,
+                        ce_totals *totals)
 {
-    const int64_t target = ce_target(a, row);
     if (ce_is_ignored(a, target))
         return;
     totals->weight += ce_weight(a, target);
     totals->count += 1.0;
-    if (!a->loss)
-        return;
-    totals->loss += (double)a->loss[row];
-    if (a->config.z_loss != 0.0)
-        totals->z_loss += ce_z_loss(a->config.z_loss, (double)a->lse[row]);
+    totals->loss += (double)loss;
+    totals->z_loss += ce_z_loss(a->config.z_loss, (double)lse);
+}
+
+/* The loss of a row, where it is wanted, and its lse, where there is a z-loss. */
+HR_INLINE float ce_given_loss(const cross_entropy_args *a, int64_t row)
+{
+    return a->loss ? a->loss[row] : 0.0f;
+}
+
+HR_INLINE float ce_given_lse(const cross_entropy_args *a, int64_t row)
+{
+    return a->loss && a->config.z_loss != 0.0 ? a->lse[row] : 0.0f;
 }
 
 /* Writes what is wanted of a reduction. */

@@ -87,7 +87,7 @@ CPU_VARIANTS(backward_rows)
 ce_stray cross_entropy_stray_cpu(const cross_entropy_args *args)
 {
     for (int64_t row = 0; row < args->rows; row++)
-        if (ce_is_stray(args, row))
+        if (ce_is_stray(args, ce_target(args, row)))
             return (ce_stray){row, ce_target(args, row)};
     return (ce_stray){-1, 0};
 }
@@ -122,7 +122,8 @@ hr_status cross_entropy_reduce_cpu(const cross_entropy_args *args)
 {
     ce_totals totals = {0};
     for (int64_t row = 0; row < args->rows; row++)
-        ce_count(args, row, &totals);
+        ce_count(args, ce_target(args, row), ce_given_loss(args, row), ce_given_lse(args, row),
+                 &totals);
     ce_finish(args, &totals);
     return HR_OK;
 }

@@ -14,23 +14,10 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
 {
     const void *const logits = row_at(a.logits, row, dtype);
     const row_cut cut = cut_row(logits, dtype, nullptr, HR_F32, a.classes, lane, width);
-    const void *const body = body_of(cut, logits, dtype);
-    seen s = nothing_seen();
     float of_thread = 0.0f; /* the sum of weight * z */
-    for_elements(
-        cut, false,
-        [&](int64_t j, bool) {
-            const pack<8> bits = pack_load<8>(body, j, dtype);
-            float z[8];
-            pack_floats(bits, dtype, z);
-            take(s, of_thread, z, cut.head + j, a, plain);
-        },
-        [&](int64_t j, bool) {
-            float z[1] = {hr_load(logits, j, dtype)};
-            take(s, of_thread, z, j, a, plain);
-        });
+    const seen s = see_logits(cut, logits, dtype, of_thread, a, plain);
     const float top = row_largest(s.top, width);
-    const double lse = ce_lse(top, row_exponentials(s, top, width, ce_exp));
+    const double lse = ce_lse(top, row_exponentials(s, top, width, LOG2_E));
     double weighted = 0.0, weights = 0.0;
     if (a.config.label_smoothing > 0.0) {
         weighted = row_sum((double)of_thread, width);
@@ -169,35 +156,63 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- The reduction --------------------------------------------------------------------------- */
 
-/* One block: thread t counts rows t, t + THREADS, ..., and the threads are added as a tree. */
-static __global__ void __launch_bounds__(THREADS)
+/* One block, because there is no memory for sums of several: wide, and with the loads of AHEAD rows of
+ * a thread in flight. Thread t counts rows t, t + REDUCING, ..., and the threads are added in order. */
+#define REDUCING 1024
+#define AHEAD    4
+
+static __global__ void __launch_bounds__(REDUCING)
     cross_entropy_reduce_kernel(const cross_entropy_args __grid_constant__ a)
 {
     ce_totals totals = {};
-    for (int64_t row = threadIdx.x; row < a.rows; row += THREADS)
-        ce_count(&a, row, &totals);
-    totals.loss = row_total<THREADS>(totals.loss);
-    totals.z_loss = row_total<THREADS>(totals.z_loss);
-    totals.weight = row_total<THREADS>(totals.weight);
-    totals.count = row_total<THREADS>(totals.count);
+    for (int64_t first = threadIdx.x; first < a.rows; first += AHEAD * REDUCING) {
+        int64_t target[AHEAD];
+        float loss[AHEAD], lse[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int64_t row = first + k * REDUCING;
+            const bool there = row < a.rows;
+            target[k] = there ? ce_target(&a, row) : a.config.ignore_index;
+            loss[k] = there ? ce_given_loss(&a, row) : 0.0f;
+            lse[k] = there ? ce_given_lse(&a, row) : 0.0f;
+        }
+        pack_all_loaded();
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            ce_count(&a, target[k], loss[k], lse[k], &totals);
+    }
+    totals.loss = row_total<REDUCING>(totals.loss);
+    totals.z_loss = row_total<REDUCING>(totals.z_loss);
+    totals.weight = row_total<REDUCING>(totals.weight);
+    totals.count = row_total<REDUCING>(totals.count);
     if (threadIdx.x == 0)
         ce_finish(&a, &totals);
 }
 
 /* ---- Targets ---------------------------------------------------------------------------------- */
 
-/* One block: thread t looks at rows t, t + THREADS, ..., and the first of all threads is taken. */
-static __global__ void __launch_bounds__(THREADS)
+/* The same for the first stray target of all threads. */
+static __global__ void __launch_bounds__(REDUCING)
     cross_entropy_stray_kernel(ce_stray *stray, const cross_entropy_args __grid_constant__ a)
 {
-    double first = -INFINITY; /* minus the row, so that the largest is wanted */
-    for (int64_t row = threadIdx.x; row < a.rows && first == -INFINITY; row += THREADS)
-        if (ce_is_stray(&a, row))
-            first = -(double)row;
-    first = row_largest(first, THREADS);
+    double found = -INFINITY; /* minus the row, so that the largest is wanted */
+    for (int64_t first = threadIdx.x; first < a.rows && found == -INFINITY;
+         first += AHEAD * REDUCING) {
+        int64_t target[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            target[k] = first + k * REDUCING < a.rows ? ce_target(&a, first + k * REDUCING)
+                                                      : a.config.ignore_index;
+        pack_all_loaded();
+#pragma unroll
+        for (int k = AHEAD - 1; k >= 0; k--)
+            if (ce_is_stray(&a, target[k]))
+                found = -(double)(first + k * REDUCING);
+    }
+    found = row_largest<REDUCING>(found, REDUCING);
     if (threadIdx.x != 0)
         return;
-    const int64_t row = first == -INFINITY ? -1 : (int64_t)-first;
+    const int64_t row = found == -INFINITY ? -1 : (int64_t)-found;
     *stray = {row, row < 0 ? 0 : ce_target(&a, row)};
 }
 
@@ -215,7 +230,7 @@ hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_e
 
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
-    HR_LAUNCH(cross_entropy_reduce_kernel, 1, THREADS, 0, exec->stream, *args);
+    HR_LAUNCH(cross_entropy_reduce_kernel, 1, REDUCING, 0, exec->stream, *args);
     return cuda_launch_status("hr_cross_entropy_reduce");
 }
 
@@ -231,7 +246,7 @@ hr_status cross_entropy_stray_cuda(ce_stray *stray, ce_stray *there, const cross
             "graph, which cannot wait for the targets; wanted 0 in a capture",
             function);
     if (error == cudaSuccess) {
-        HR_LAUNCH(cross_entropy_stray_kernel, 1, THREADS, 0, exec->stream, there, *args);
+        HR_LAUNCH(cross_entropy_stray_kernel, 1, REDUCING, 0, exec->stream, there, *args);
         error = cudaGetLastError();
     }
     if (error == cudaSuccess)

@@ -110,7 +110,8 @@ static __device__ __forceinline__ double row_sum(double x, int width)
 }
 
 /* The largest over the threads of a row, in all of them; a NaN does not count. */
-template <typename T> static __device__ __forceinline__ T row_largest(T x, int width)
+template <int WIDEST = THREADS, typename T>
+static __device__ __forceinline__ T row_largest(T x, int width)
 {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -118,13 +119,13 @@ template <typename T> static __device__ __forceinline__ T row_largest(T x, int w
         x = other > x ? other : x;
     }
     if (width > 32) {
-        __shared__ T warps[THREADS / 32];
+        __shared__ T warps[WIDEST / 32];
         __syncthreads(); /* the last result has been read */
         if (threadIdx.x % 32 == 0)
             warps[threadIdx.x / 32] = x;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; w++)
+        for (int w = 0; w < WIDEST / 32; w++)
             x = warps[w] > x ? warps[w] : x;
     }
     return x;
@@ -143,37 +144,107 @@ static __device__ __forceinline__ seen nothing_seen()
     return {-INFINITY, 0.0f};
 }
 
-/* exp(x) is the exponential of a difference of logits. */
-template <int E, typename Exp>
-static __device__ __forceinline__ void see(seen &s, const float (&z)[E], Exp exp)
+/* 2^x within 2^-22 of itself, in one instruction: sums are held to a tolerance and not to the CPU's
+ * bits. What is less than the least normal number is 0; a NaN stays one. */
+static __device__ __forceinline__ float power_of_2(float x)
 {
-    float top = z[0];
+#if defined(__CUDA_ARCH__)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
+#endif
+}
+
+#define LOG2_E 0x1.715476p+0f
+
+/* Their sum, as a tree: a power of two of them. */
+template <int E> static __device__ __forceinline__ float sum_of(const float (&x)[E])
+{
+    if constexpr (E == 1) {
+        return x[0];
+    } else {
+        float pairs[E / 2];
 #pragma unroll
-    for (int e = 1; e < E; e++)
-        top = z[e] > top ? z[e] : top;
-    if (top > s.top) {
-        s.sum *= exp(s.top - top);
-        s.top = top;
+        for (int e = 0; e < E / 2; e++)
+            pairs[e] = x[e] + x[e + E / 2];
+        return sum_of(pairs);
     }
-    const float base = ce_base(s.top);
+}
+
+/* `scale` takes a difference of logits to the exponent of 2. The sum so far is scaled again each
+ * time, which is cheaper than a branch that some lanes take. */
+template <int E>
+static __device__ __forceinline__ void see(seen &s, const float (&z)[E], float scale)
+{
+    float top = s.top;
+#pragma unroll
+    for (int e = 0; e < E; e++)
+        top = fmaxf(top, z[e]); /* a NaN is not the larger */
+    const float base = ce_base(top);
     float p[E];
 #pragma unroll
     for (int e = 0; e < E; e++)
-        p[e] = exp(z[e] - base);
+        p[e] = power_of_2((z[e] - base) * scale);
+    s.sum = s.sum * power_of_2((s.top - base) * scale) + sum_of(p);
+    s.top = top;
+}
+
+/* Sees GROUPS groups of eight, from column j of the body on, which are all loaded before the first is
+ * used. */
+template <int GROUPS, typename Prepare>
+static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, const void *body,
+                                                  int64_t j, hr_dtype dtype, float scale,
+                                                  Prepare prepare)
+{
+    pack<8> bits[GROUPS];
 #pragma unroll
-    for (int n = E / 2; n > 0; n /= 2)
+    for (int g = 0; g < GROUPS; g++)
+        bits[g] = pack_load<8>(body, j + g * cut.width * 8, dtype);
+    pack_all_loaded();
+    float z[8 * GROUPS];
 #pragma unroll
-        for (int e = 0; e < n; e++)
-            p[e] += p[e + n];
-    s.sum += p[0];
+    for (int g = 0; g < GROUPS; g++) {
+        float(&eight)[8] = reinterpret_cast<float(&)[8]>(z[8 * g]);
+        pack_floats(bits[g], dtype, eight);
+        prepare(eight, cut.head + j + g * cut.width * 8);
+    }
+    see(s, z, scale);
+}
+
+/* What a thread sees of a row, GROUPS groups at a time. prepare(z, j) may change the logits, eight or
+ * one, from column j on. */
+template <int GROUPS, typename Prepare>
+static __device__ __forceinline__ seen see_row(const row_cut &cut, const void *row, hr_dtype dtype,
+                                               float scale, Prepare prepare)
+{
+    const void *const body = body_of(cut, row, dtype);
+    const int64_t groups = cut.end - cut.head, singles = cut.head + (cut.cols - cut.end);
+    const int step = cut.width * 8;
+    seen s = nothing_seen();
+    int64_t j = (int64_t)cut.lane * 8;
+#pragma unroll 1
+    for (; j + (GROUPS - 1) * step < groups; j += GROUPS * step)
+        see_groups<GROUPS>(s, cut, body, j, dtype, scale, prepare);
+    if (GROUPS > 1 && j < groups)
+        see_groups<1>(s, cut, body, j, dtype, scale, prepare);
+#pragma unroll 1
+    for (int64_t k = cut.lane; k < singles; k += cut.width) {
+        const int64_t at = k < cut.head ? k : cut.end + (k - cut.head);
+        float z[1] = {hr_load(row, at, dtype)};
+        prepare(z, at);
+        see(s, z, scale);
+    }
+    return s;
 }
 
 /* The sum of all threads of a row, relative to `top`, the largest logit of all. */
-template <typename Exp>
 static __device__ __forceinline__ double row_exponentials(const seen &s, float top, int width,
-                                                          Exp exp)
+                                                          float scale)
 {
-    return row_sum((double)(s.sum * exp(s.top - ce_base(top))), width);
+    return row_sum((double)(s.sum * power_of_2((s.top - ce_base(top)) * scale)), width);
 }
 
 /* ---- Logits of a cross entropy --------------------------------------------------------------- */
@@ -196,25 +267,34 @@ sum_of_weights(const cross_entropy_args &a, int lane, int width)
     return row_sum(sum, width);
 }
 
-/* `weighted` is the sum of weight * z; `plain`: no softcap and no label smoothing. */
+/* Puts logits, from column j on, through the softcap, and adds weight * z to `weighted`. */
 template <int E>
-static __device__ __forceinline__ void take(seen &s, float &weighted, float (&z)[E], int64_t j,
-                                            const cross_entropy_args &a, bool plain)
+static __device__ __forceinline__ void prepare_logits(float (&z)[E], float &weighted, int64_t j,
+                                                      const cross_entropy_args &a)
 {
-    if (!plain) {
-        const float cap = (float)a.config.softcap;
-        if (cap > 0.0f) {
+    const float cap = (float)a.config.softcap;
+    if (cap > 0.0f) {
 #pragma unroll
-            for (int e = 0; e < E; e++)
-                z[e] = cap * hr_tanh(z[e] / cap);
-        }
-        if (a.config.label_smoothing > 0.0) {
-#pragma unroll
-            for (int e = 0; e < E; e++)
-                weighted += a.weight ? a.weight[a.first + j + e] * z[e] : z[e];
-        }
+        for (int e = 0; e < E; e++)
+            z[e] = cap * hr_tanh(z[e] / cap);
     }
-    see(s, z, ce_exp);
+    if (a.config.label_smoothing > 0.0) {
+#pragma unroll
+        for (int e = 0; e < E; e++)
+            weighted += a.weight ? a.weight[a.first + j + e] * z[e] : z[e];
+    }
+}
+
+/* What a thread sees of a row of logits, and the sum of weight * z; `plain`: no softcap and no label
+ * smoothing. */
+static __device__ __forceinline__ seen see_logits(const row_cut &cut, const void *row,
+                                                  hr_dtype dtype, float &weighted,
+                                                  const cross_entropy_args &a, bool plain)
+{
+    if (plain)
+        return see_row<2>(cut, row, dtype, LOG2_E, [](auto &, int64_t) {});
+    return see_row<1>(cut, row, dtype, LOG2_E,
+                      [&](auto &z, int64_t j) { prepare_logits(z, weighted, j, a); });
 }
 
 /* ---- Calls ----------------------------------------------------------------------------------- */

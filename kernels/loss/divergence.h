@@ -111,7 +111,8 @@ HR_INLINE dv_row dv_row_of(const divergence_args *a, dv_scale scale, const float
     r.ratio_low = dv_low(ratio, r.ratio);
     const double beta = a->config.beta;
     r.student_is_greater = beta <= 0.5;
-    r.lesser = (float)(r.student_is_greater ? beta : 1.0 - beta);
+    /* At least a normal number, of which there is a logarithm. */
+    r.lesser = hr_at_least((float)(r.student_is_greater ? beta : 1.0 - beta), 0x1p-126f);
     r.greater = (float)(r.student_is_greater ? 1.0 - beta : beta);
     r.scale = scale;
     return r;
@@ -233,21 +234,25 @@ HR_INLINE void dv_set_logarithms(dv_pair *pair, const dv_row *r, float d, dv_quo
                           hr_float(0x40000000u - (quotient.shifted << 23));
     const float change = r->lesser * (y_is_larger ? -quotient.less_1 * inverse : quotient.less_1);
     const float near_1 = 1.0f + change, lost = change - (near_1 - 1.0f);
-    const float log_m =
-        hr_log(over_y ? fmaf(r->greater, quotient.e, r->lesser) : near_1) + (over_y ? 0.0f : lost);
+    /* A normal number above 0: the weights are not 0, and the quotient is at most 1. */
+    const float m = over_y ? fmaf(r->greater, quotient.e, r->lesser) : near_1;
+    const float log_m = hr_log_shifted(m, 0.0f) + (over_y ? 0.0f : lost);
     const int over_teacher = over_y == r->student_is_greater;
     pair->p_over = (over_teacher ? d : 0.0f) - log_m;
     pair->q_over = (over_teacher ? 0.0f : -d) - log_m;
 }
 
-/* `mixed`: whether the logarithms are wanted. Of a class that is masked in both, all is 0. */
-HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
+/* The logarithm of the larger of p and q, times the temperature; d is log(p / q). */
+HR_INLINE float dv_larger(const dv_row *r, float s, float t, float d)
 {
-    const float d = dv_ratio(r, s, t);
+    return d < 0.0f ? (t - r->teacher) - r->teacher_low : (s - r->student) - r->student_low;
+}
+
+/* From d and the larger probability. `mixed`: whether the logarithms are wanted. Of a class that is
+ * masked in both, all is 0. */
+HR_INLINE dv_pair dv_pair_from(const dv_row *r, float d, float top, int mixed)
+{
     const int below = d < 0.0f;
-    const float larger =
-        below ? (t - r->teacher) - r->teacher_low : (s - r->student) - r->student_low;
-    const float top = dv_exp(larger, r->scale);
     const dv_quotient quotient = dv_quotient_of(below ? d : -d);
     const float other = top == 0.0f ? 0.0f : top * quotient.e;
     dv_pair pair;
@@ -259,31 +264,49 @@ HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
     return pair;
 }
 
+HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
+{
+    const float d = dv_ratio(r, s, t);
+    return dv_pair_from(r, d, dv_exp(dv_larger(r, s, t, d), r->scale), mixed);
+}
+
 /* What an element adds to the sums under the student and under the teacher. A probability of 0 adds
  * nothing, whatever its logarithm. */
 typedef struct dv_terms {
     float under_student, under_teacher, p, q; /* 0 where they do not count */
 } dv_terms;
 
-HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
+/* The logarithm, times the temperature, of the probability that the terms begin with. */
+HR_INLINE float dv_exponent(const dv_row *r, float s, float t, float d, int kind)
+{
+    return kind == DV_MIXED     ? dv_larger(r, s, t, d)
+           : kind == DV_REVERSE ? (s - r->student) - r->student_low
+                                : (t - r->teacher) - r->teacher_low;
+}
+
+HR_INLINE dv_terms dv_terms_from(const dv_row *r, float d, float top, int kind)
 {
     dv_terms terms = {0.0f, 0.0f, 0.0f, 0.0f};
     if (kind == DV_MIXED) {
-        const dv_pair pair = dv_pair_of(r, s, t, 1);
+        const dv_pair pair = dv_pair_from(r, d, top, 1);
         terms.under_student = pair.p == 0.0f ? 0.0f : pair.p * pair.p_over;
         terms.under_teacher = pair.q == 0.0f ? 0.0f : pair.q * pair.q_over;
         terms.p = pair.p;
         terms.q = pair.q;
     } else if (kind == DV_REVERSE) {
-        const float p = dv_student(r, s);
-        terms.under_student = p == 0.0f ? 0.0f : p * dv_ratio(r, s, t);
-        terms.p = p;
+        terms.under_student = top == 0.0f ? 0.0f : top * d;
+        terms.p = top;
     } else {
-        const float q = dv_teacher(r, t);
-        terms.under_teacher = q == 0.0f ? 0.0f : -q * dv_ratio(r, s, t);
-        terms.q = q;
+        terms.under_teacher = top == 0.0f ? 0.0f : -top * d;
+        terms.q = top;
     }
     return terms;
+}
+
+HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
+{
+    const float d = dv_ratio(r, s, t);
+    return dv_terms_from(r, d, dv_exp(dv_exponent(r, s, t, d, kind), r->scale), kind);
 }
 
 /* The gradient of the student's logit. */

@@ -26,29 +26,31 @@ static __device__ __forceinline__ pair_rows rows_of(const divergence_args &a, in
     return r;
 }
 
+/* From a difference of logits to the exponent of 2. */
+static __device__ __forceinline__ float exponent_scale(const divergence_args &a)
+{
+    return (float)(1.4426950408889634 / a.config.temperature);
+}
+
 /* The log-sum-exp of a row times the temperature, in all of its threads. */
 static __device__ __forceinline__ double row_lse(const divergence_args &a, const row_cut &cut,
-                                                 const void *row, dv_scale scale, hr_dtype dtype)
+                                                 const void *row, hr_dtype dtype)
 {
-    const auto exp = [&](float less) { return dv_exp(less, scale); };
-    const void *const body = body_of(cut, row, dtype);
-    seen s = nothing_seen();
-    for_elements(
-        cut, false,
-        [&](int64_t j, bool) {
-            float z[8];
-            pack_floats(pack_load<8>(body, j, dtype), dtype, z);
-            see(s, z, exp);
-        },
-        [&](int64_t j, bool) {
-            const float z[1] = {hr_load(row, j, dtype)};
-            see(s, z, exp);
-        });
+    const float scale = exponent_scale(a);
+    const seen s = see_row<2>(cut, row, dtype, scale, [](auto &, int64_t) {});
     const float top = row_largest(s.top, cut.width);
-    return dv_lse(&a, top, row_exponentials(s, top, cut.width, exp));
+    return dv_lse(&a, top, row_exponentials(s, top, cut.width, scale));
 }
 
 /* ---- Forward --------------------------------------------------------------------------------- */
+
+/* What a pair adds, with an exponential of the quick kind. */
+static __device__ __forceinline__ dv_terms terms_of(const dv_row &r, float s, float t, float scale,
+                                                    int kind)
+{
+    const float d = dv_ratio(&r, s, t);
+    return dv_terms_from(&r, d, power_of_2(dv_exponent(&r, s, t, d, kind) * scale), kind);
+}
 
 static __device__ __forceinline__ void add(dv_terms &sum, const dv_terms &terms)
 {
@@ -67,11 +69,12 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
     double student = 0.0, teacher = 0.0; /* log-sum-exps, by the same code */
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
-        const double lse = row_lse(a, r.cut, which ? r.teacher : r.student, scale, DTYPE);
+        const double lse = row_lse(a, r.cut, which ? r.teacher : r.student, DTYPE);
         student = which ? student : lse;
         teacher = lse;
     }
     const dv_row of_row = dv_row_of_lse(&a, scale, student, teacher);
+    const float exponent = exponent_scale(a);
     dv_terms sum = {0.0f, 0.0f, 0.0f, 0.0f};
     const void *const student_body = body_of(r.cut, r.student, DTYPE);
     const void *const teacher_body = body_of(r.cut, r.teacher, DTYPE);
@@ -87,12 +90,12 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
             dv_terms group = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int e = 0; e < 8; e++)
-                add(group, dv_terms_of(&of_row, s[e], t[e], KIND));
+                add(group, terms_of(of_row, s[e], t[e], exponent, KIND));
             add(sum, group);
         },
         [&](int64_t j, bool) {
-            add(sum, dv_terms_of(&of_row, hr_load(r.student, j, DTYPE),
-                                 hr_load(r.teacher, j, DTYPE), KIND));
+            add(sum, terms_of(of_row, hr_load(r.student, j, DTYPE), hr_load(r.teacher, j, DTYPE),
+                              exponent, KIND));
         });
     dv_sums sums = {0.0, 0.0, 0.0, 0.0};
     if (KIND != DV_REVERSE) {

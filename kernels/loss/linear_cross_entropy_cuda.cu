@@ -80,35 +80,23 @@ static __device__ __forceinline__ double sum_over(const lce_seeing &s, const flo
     return row_total<THREADS>(sum);
 }
 
-static __device__ __forceinline__ void see_row(const lce_seeing &s, int64_t row, bool plain)
+static __device__ __forceinline__ void see_part(const lce_seeing &s, int64_t row, bool plain)
 {
     const float *const logits = (const float *)row_at(s.ce.logits, row, HR_F32);
     const float cap = (float)s.ce.config.softcap;
     const int64_t target = ce_target(&s.ce, row);
     const row_cut cut =
         cut_row(logits, HR_F32, nullptr, HR_F32, s.ce.classes, (int)threadIdx.x, THREADS);
-    const void *const body = body_of(cut, logits, HR_F32);
-    seen part = nothing_seen();
     float of_thread = 0.0f; /* the sum of weight * z */
-    for_elements(
-        cut, false,
-        [&](int64_t j, bool) {
-            float z[8];
-            pack_floats(pack_load<8>(body, j, HR_F32), HR_F32, z);
-            take(part, of_thread, z, cut.head + j, s.ce, plain);
-        },
-        [&](int64_t j, bool) {
-            float z[1] = {logits[j]};
-            take(part, of_thread, z, j, s.ce, plain);
-        });
+    const seen part = see_logits(cut, logits, HR_F32, of_thread, s.ce, plain);
     const float top = row_largest(part.top, THREADS);
-    const double sum = row_exponentials(part, top, THREADS, ce_exp);
+    const double sum = row_exponentials(part, top, THREADS, LOG2_E);
     const double weighted =
         s.ce.config.label_smoothing > 0.0 ? row_total<THREADS>((double)of_thread) : 0.0;
     double mean = 0.0, rank = 0.0, first = -INFINITY;
     if (s.wants_mean)
         mean = sum_over(s, logits, [&](float z) {
-            const float less = capped(z, cap) - ce_base(top), p = ce_exp(less);
+            const float less = capped(z, cap) - ce_base(top), p = power_of_2(less * LOG2_E);
             return p > 0.0f ? (double)(p * less) : 0.0;
         });
     const bool has_column = ce_has_column(&s.ce, target);
@@ -164,7 +152,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
         return;
     }
     const bool plain = !(s.ce.config.softcap > 0.0) && !(s.ce.config.label_smoothing > 0.0);
-    FOR_FLAG(plain, P, see_row(s, row, P))
+    FOR_FLAG(plain, P, see_part(s, row, P))
 }
 
 static __global__ void __launch_bounds__(THREADS)

@@ -10,9 +10,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks.instructions import __main__ as command  # noqa: E402
-from benchmarks.instructions import disassembly, head, rows  # noqa: E402
+from benchmarks.instructions import calls, disassembly, head, rows  # noqa: E402
+from benchmarks.instructions.call import Call, Step  # noqa: E402
 from benchmarks.instructions.loops import hot_loops  # noqa: E402
-from benchmarks.instructions.model import Device  # noqa: E402
+from benchmarks.instructions.model import GAP, Device, Launch, predict  # noqa: E402
 
 # A loop over four f32 elements, whose square root calls a function for denormal numbers, and which
 # threads that have diverged go through elsewhere. Then one over single elements.
@@ -158,6 +159,63 @@ def test_the_command_for_a_head(monkeypatch, capsys):
     assert "H100, vocabulary, chosen: 8,192 rows x 9,216 classes at a time" in printed
 
 
+SMALL = Device("small", "90", 10, 1e9, 100e9, "", latency=500, threads=2048, shared=65536)
+
+
+@pytest.mark.parametrize(
+    "threads, registers, shared, blocks",
+    [
+        (256, 32, 0, 8),  # threads
+        (256, 33, 0, 6),  # registers: 40 of each, as a warp takes 1,280
+        (96, 128, 0, 5),  # 4,096 of a warp, three warps
+        (32, 16, 0, 32),  # blocks
+        (256, 32, 20000, 3),  # shared memory
+        (1024, 65, 0, 0),  # too many registers for one block
+    ],
+)
+def test_how_many_blocks_are_resident(threads, registers, shared, blocks):
+    assert SMALL.resident(threads, registers, shared) == blocks
+
+
+def test_what_each_limit_would_take():
+    found = predict(SMALL, Launch(101, 256, 1e6, 3e6, 2, 128))  # 2 blocks a multiprocessor
+    assert found.memory == pytest.approx(1e6 / 100e9)
+    assert found.issue == pytest.approx(3e6 / 32 / 10 / 3 / 1e9)
+    assert found.latency == pytest.approx(6 * 500 * (2 * 2 + 1) / 1e9)  # the sixth wave has one
+    assert found.limit == "latency"
+    cubes = found.memory**3 + found.issue**3 + found.latency**3
+    assert found.seconds == pytest.approx(cubes ** (1 / 3) + GAP)
+    few = predict(SMALL, Launch(4, 256, 1e6, 3e6, 2, 128))
+    assert few.issue == pytest.approx(found.issue * 10 / 4)  # the others are idle
+
+
+def test_a_call_of_counted_kernels(listing, monkeypatch):
+    row = rows.Row("root_kernel", "f32", 12, 8, 4, ("MUFU.RSQ",), 0.25)
+    monkeypatch.setattr(rows, "ROWS", [row])
+    found = rows.find(listing())
+    (key,) = listing()
+    usage = {key: {"REG": 40, "SHARED": 16}, ("90", "_Z5other4args"): {"REG": 9, "SHARED": 0}}
+    step = Step("root_kernel", (("f32", 4000),), 8, 256, 3, 48000, shared=100)
+    assert calls.launch(step, SMALL, found, usage) == Launch(
+        8, 256, 48000, 4000 * 13 / 4, 3, 40, 116
+    )
+    plain = Step("other", (), 8, 256, 3, 48000)
+    assert calls.launch(plain, SMALL, found, usage) == Launch(8, 256, 48000, 0, 3, 9, 0)
+    call = Call("both", 48000, (step, plain))
+    assert len(calls.predictions(call, SMALL, found, usage)) == 2
+    assert calls.predictions(call, SMALL, {}, usage) == []
+
+
+def test_a_whole_way_through_a_kernel(listing, monkeypatch):
+    """Its accesses of 16 bytes count, and the marker is a least number."""
+    row = rows.Row("root_kernel", "f32", 12, 8, 4, ("FMUL",), 0.25, whole=4)
+    for enough, per_element in ((True, 0.25), (True, 0.1), (False, 0.75)):
+        monkeypatch.setattr(
+            rows, "ROWS", [row.__class__(**{**vars(row), "per_element": per_element})]
+        )
+        assert (("90", "root_kernel", "f32") in rows.find(listing())) == enough
+
+
 def test_every_row_has_a_name_of_its_own():
     names = [(row.kernel, row.mix) for row in rows.ROWS]
     assert len(set(names)) == len(names)
@@ -167,10 +225,16 @@ def test_the_command(listing, monkeypatch, capsys):
     row = rows.Row("root_kernel", "f32", 12, 8, 4, ("MUFU.RSQ",), 0.25, {"90": 3.25}, 2.5)
     for module in (rows, command):
         monkeypatch.setattr(module, "ROWS", [row])
+    step = Step("root_kernel", (("f32", 4e6),), 4000, 256, 1, 48e6)
+    monkeypatch.setattr(command, "CALLS", [Call("roots", 48e6, (step,))])
+    usage = {("90", "_Z11root_kernel4args"): {"REG": 40, "SHARED": 0}}
+    monkeypatch.setattr(command, "resources", lambda library: usage)
     listing()
     assert command.main(["--library", "libheadroom.so"]) == 0
-    (line,) = [li for li in capsys.readouterr().out.splitlines() if li.startswith("  root f32")][:1]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [li for li in lines if li.startswith("  root f32")][:1]
     assert line.split()[2:6] == ["12", "3.2", "3.25", "2.5"]
+    assert [li.split()[1] for li in lines if li.startswith("  roots")] == ["H200", "H100"]
     listing("")
     assert command.main(["--library", "libheadroom.so"]) == 1
     assert "no device code" in capsys.readouterr().err
