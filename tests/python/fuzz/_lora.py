@@ -89,7 +89,7 @@ def norms(rng: random.Random, memory: Memory) -> Call:
 
 def query(rng: random.Random, memory: Memory) -> Call:
     w = _matrices.matrix(rng, memory)
-    own, bytes_ = numbers(rng, memory, w), c_void_p(memory.take(8))
+    own, bytes_ = numbers(rng, memory, w), memory.struct(c_size_t * 1)
     if rng.random() < 0.5:
         return call("hr_lora_norms_workspace", [bytes_, w, own, exec_()], None)
     sizes = (Limited(rng.choice([0, 1, 5, 70])), w, c_int32(rng.randrange(2)))
