@@ -77,9 +77,10 @@ static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid
     return best;
 }
 
-/* N: GROUP, or 2 where x has gaps or a block does not begin at a multiple of 16 bytes. */
+/* N: GROUP, or 2 where x has gaps or a block does not begin at a multiple of 16 bytes; a division of
+ * 64 bits then needs the registers of four blocks to a multiprocessor. */
 template <hr_format format, int N>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 4)
     quantize_matrix_kernel(const quantize_matrix_grid __grid_constant__ g)
 {
     const hr_matrix &m = g.args.matrix;
