@@ -33,7 +33,8 @@
  *
  *     Matrices of few bits      hr_quantize_matrix, hr_dequantize_matrix
  *       and their products      hr_linear_forward, hr_linear_backward, hr_linear_query
- *       with adapters           hr_lora_forward, hr_lora_backward, hr_lora_workspace
+ *       with adapters           hr_lora_forward, hr_lora_backward, hr_lora_workspace,
+ *                               hr_lora_norms, hr_lora_norms_workspace
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
@@ -1606,6 +1607,30 @@ HR_API hr_status hr_lora_backward(const hr_rows *dx, const hr_rows *da, const hr
                                   const hr_matrix *matrix, const hr_rows *a, const hr_rows *b,
                                   int64_t m, const hr_lora_config *config, void *workspace,
                                   size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_lora_norms: the norms of the rows of W + scale B A, which DoRA (Liu et al., arXiv:2402.09353)
+ * divides a layer by, without that matrix: for row i, with its rows w of W and b of B,
+ *
+ *     norms[i] = sqrt(|w|^2 + 2 scale b . (A w) + scale^2 b . (A A^T b))
+ *
+ * 0 where rounding makes the sum negative. W is decoded to the workspace in parts of rows; A and B
+ * are rounded to matrix->dtype, as the products of hr_lora_forward see them. A w and A A^T are
+ * binary32, the sum of the three is binary64.
+ *
+ * norms      out: f32 [rows]
+ * matrix     in
+ * a, b       in: [rank, cols] and [rows, rank] of config->adapter_dtype
+ * config     of hr_lora_forward, whose dropout and seed are not read
+ * workspace  as for hr_lora_forward, of as many bytes as hr_lora_norms_workspace() says
+ *
+ * Errors: as for hr_lora_forward.
+ */
+HR_API hr_status hr_lora_norms(float *norms, const hr_matrix *matrix, const hr_rows *a,
+                               const hr_rows *b, const hr_lora_config *config, void *workspace,
+                               size_t workspace_bytes, const hr_exec *exec);
+HR_API hr_status hr_lora_norms_workspace(size_t *bytes, const hr_matrix *matrix,
+                                         const hr_lora_config *config, const hr_exec *exec);
 
 /* ---- The MLP block --------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* lora.c: hr_lora_forward, hr_lora_backward and hr_lora_workspace: checks, then products with the
+/* lora.c: hr_lora_forward, hr_lora_backward and the norms of DoRA: checks, then products with the
  * adapters, to which those with the matrix are added. */
 #include "kernels/nn/lora.h"
 
@@ -403,4 +403,116 @@ hr_status hr_lora_backward(const hr_rows *dx, const hr_rows *da, const hr_rows *
     HR_RUN(plan(&call));
     HR_TRY(check_workspace(&call, workspace, workspace_bytes));
     return run_backward(&call, &grads, dy, x, t, a, b);
+}
+
+/* ---- Norms ----------------------------------------------------------------------------------- */
+
+/* Where A A^T, W A^T of a part, what hr_gemm can use and the part lie; copies of A and B come first.
+ * `rows` is those of a part. */
+typedef struct norms_plan {
+    size_t gram, products, gemm, part, bytes;
+    int64_t rows;
+} norms_plan;
+
+static hr_status plan_norms(lora_call *call, norms_plan *own)
+{
+    const hr_matrix *const w = &call->matrix;
+    const int64_t rank = call->config.rank, copied = is_rounded(call) ? rank : 0;
+    const size_t element = hr_dtype_size(w->dtype), line = (size_t)w->cols * element;
+    const hr_gemm_config gemm = gemm_config_of(call, 1.0);
+    HR_RUN(hr_gemm_workspace(&call->product, w->rows, rank, w->cols, &gemm, call->exec));
+    const size_t fit = linear_part_bytes(call->exec) / line;
+    own->rows = fit < 1 ? 1 : fit < (size_t)w->rows ? (int64_t)fit : w->rows;
+    call->b_at = aligned((size_t)(copied * w->cols) * element);
+    own->gram = call->b_at + aligned((size_t)(copied * w->rows) * element);
+    own->products = own->gram + aligned((size_t)(rank * rank) * sizeof(float));
+    own->gemm = own->products + aligned((size_t)(own->rows * rank) * sizeof(float));
+    own->part = own->gemm + aligned(call->product);
+    own->bytes = own->part + (w->format == HR_DENSE ? 0 : (size_t)own->rows * line);
+    call->rest = own->gemm;
+    call->bytes = own->bytes;
+    return HR_OK;
+}
+
+static hr_status norms_of_part(const lora_call *call, const norms_plan *own, float *norms,
+                               const hr_rows *a, const hr_rows *b, int64_t row, int64_t rows)
+{
+    const hr_matrix *const w = &call->matrix;
+    const int64_t rank = call->config.rank;
+    hr_rows part = {call->workspace + own->part, w->cols};
+    if (w->format == HR_DENSE) {
+        const hr_rows all = {w->data, w->stride};
+        part = from(&all, row, 0, w->dtype);
+    } else {
+        HR_RUN(hr_dequantize_matrix(&part, w, row, rows, 0, w->cols, call->exec));
+    }
+    const hr_rows products = {call->workspace + own->products, rank};
+    hr_gemm_config gemm = gemm_config_of(call, 1.0);
+    gemm.out_dtype = HR_F32;
+    gemm.transpose_b = 1;
+    HR_RUN(product(call, &products, &part, a, NULL, rows, rank, w->cols, &gemm));
+    const lora_norms_args args = {.norms = norms + row,
+                                  .w = part,
+                                  .b = from(b, row, 0, w->dtype),
+                                  .dtype = w->dtype,
+                                  .products = products.data,
+                                  .gram = (const float *)(call->workspace + own->gram),
+                                  .rows = rows,
+                                  .cols = w->cols,
+                                  .rank = rank,
+                                  .scale = call->config.scale};
+    HR_ON_DEVICE(call->exec, lora_norms, &args);
+    return HR_OK;
+}
+
+static hr_status begin_norms(lora_call *call, const hr_matrix *matrix, const hr_lora_config *config)
+{
+    HR_TRY(begin_call(call, matrix, config));
+    HR_REQUIRE(call->config.rank <= INT64_C(1) << 28,
+               "%s: config->rank is %" PRId64 ", wanted at most 2^28", call->function,
+               call->config.rank);
+    return HR_OK;
+}
+
+hr_status hr_lora_norms_workspace(size_t *bytes, const hr_matrix *matrix,
+                                  const hr_lora_config *config, const hr_exec *exec)
+{
+    static const char function[] = "hr_lora_norms_workspace";
+    lora_call call = {.function = function, .exec = exec};
+    norms_plan own;
+    HR_REQUIRE(bytes, "%s: bytes is NULL", function);
+    HR_TRY(begin_norms(&call, matrix, config));
+    HR_RUN(plan_norms(&call, &own));
+    *bytes = own.bytes;
+    return HR_OK;
+}
+
+hr_status hr_lora_norms(float *norms, const hr_matrix *matrix, const hr_rows *a, const hr_rows *b,
+                        const hr_lora_config *config, void *workspace, size_t workspace_bytes,
+                        const hr_exec *exec)
+{
+    static const char function[] = "hr_lora_norms";
+    lora_call call = {.function = function, .exec = exec};
+    norms_plan own;
+    HR_TRY(begin_norms(&call, matrix, config));
+    const hr_matrix *const w = &call.matrix;
+    const int64_t rank = call.config.rank;
+    HR_TRY(hr_check_given(function, "norms", norms, w->rows));
+    HR_TRY(check_adapters(&call, a, b));
+    HR_RUN(plan_norms(&call, &own));
+    HR_TRY(check_workspace(&call, workspace, workspace_bytes));
+    if (w->rows == 0)
+        return HR_OK;
+    hr_rows own_a, own_b;
+    HR_RUN(in_type_of_x(&call, &own_a, a, 0, rank, w->cols));
+    HR_RUN(in_type_of_x(&call, &own_b, b, call.b_at, w->rows, rank));
+    const hr_rows gram = {call.workspace + own.gram, rank};
+    hr_gemm_config gemm = gemm_config_of(&call, 1.0);
+    gemm.out_dtype = HR_F32;
+    gemm.transpose_b = 1;
+    HR_RUN(product(&call, &gram, &own_a, &own_a, NULL, rank, rank, w->cols, &gemm));
+    for (int64_t row = 0; row < w->rows; row += own.rows)
+        HR_RUN(norms_of_part(&call, &own, norms, &own_a, &own_b, row,
+                             w->rows - row < own.rows ? w->rows - row : own.rows));
+    return HR_OK;
 }

@@ -5,6 +5,8 @@
 #ifndef HR_LORA_H
 #define HR_LORA_H
 
+#include <math.h>
+
 #include "kernels/core/random.h"
 
 #define LORA_GROUP 8      /* elements that share 128 random bits */
@@ -43,9 +45,38 @@ HR_INLINE int lora_keeps(uint32_t word, int e, uint32_t threshold)
     return (word >> e % 2 * 16 & 0xFFFFu) >= threshold;
 }
 
+/* Norms of rows of W + scale B A, for some rows of W. */
+typedef struct lora_norms_args {
+    float *norms;
+    hr_rows w, b; /* [rows, cols] and [rows, rank] */
+    hr_dtype dtype;
+    const float *products; /* W A^T [rows, rank] */
+    const float *gram;     /* A A^T [rank, rank] */
+    int64_t rows, cols, rank;
+    double scale;
+} lora_norms_args;
+
+/* What component k of row i of B adds to the square of the norm. */
+HR_INLINE double lora_norm_term(const lora_norms_args *a, int64_t i, int64_t k, hr_dtype dtype)
+{
+    const int64_t at = i * a->b.stride;
+    float inner = 0.0f;
+    for (int64_t l = 0; l < a->rank; l++)
+        inner = fmaf(a->gram[k * a->rank + l], hr_load(a->b.data, at + l, dtype), inner);
+    return (double)hr_load(a->b.data, at + k, dtype) * a->scale *
+           (2.0 * (double)a->products[i * a->rank + k] + a->scale * (double)inner);
+}
+
+HR_INLINE float lora_norm(double square)
+{
+    return square < 0.0 ? 0.0f : (float)sqrt(square); /* a NaN stays one */
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+hr_status lora_norms_cpu(const lora_norms_args *args);
+hr_status lora_norms_cuda(const lora_norms_args *args, const hr_exec *exec);
 hr_status lora_rows_cpu(const lora_rows_args *args);
 hr_status lora_rows_cuda(const lora_rows_args *args, const hr_exec *exec);
 #ifdef __cplusplus

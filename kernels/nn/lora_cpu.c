@@ -62,3 +62,41 @@ hr_status lora_rows_cpu(const lora_rows_args *args)
     hr_parallel_for(0, args->rows * per_row, CPU_GRAIN / TILE, CPU_BEST(lora_range), (void *)args);
     return HR_OK;
 }
+
+/* ---- Norms ----------------------------------------------------------------------------------- */
+
+HR_INLINE double sum_of_squares(const void *row, int64_t cols, hr_dtype dtype)
+{
+    float buffer[TILE], lanes[LANES] = {0.0f};
+    for (int64_t j0 = 0; j0 < cols; j0 += TILE) {
+        const int n = (int)(cols - j0 < TILE ? cols - j0 : TILE);
+        const float *const x = tile_in(buffer, row, j0, n, dtype);
+        int j = 0;
+        for (; j + LANES <= n; j += LANES)
+            for (int lane = 0; lane < LANES; lane++)
+                lanes[lane] = fmaf(x[j + lane], x[j + lane], lanes[lane]);
+        for (int lane = 0; j + lane < n; lane++)
+            lanes[lane] = fmaf(x[j + lane], x[j + lane], lanes[lane]);
+    }
+    return lanes_total(lanes);
+}
+
+HR_INLINE void norms_range(void *context, int64_t begin, int64_t end)
+{
+    const lora_norms_args *const a = (const lora_norms_args *)context;
+    for (int64_t i = begin; i < end; i++) {
+        double square = sum_of_squares(row_at(&a->w, i, a->dtype), a->cols, a->dtype);
+        for (int64_t k = 0; k < a->rank; k++)
+            square += lora_norm_term(a, i, k, a->dtype);
+        a->norms[i] = lora_norm(square);
+    }
+}
+
+CPU_VARIANTS(norms_range)
+
+hr_status lora_norms_cpu(const lora_norms_args *args)
+{
+    hr_parallel_for(0, args->rows, rows_per_task(args->cols, 1), CPU_BEST(norms_range),
+                    (void *)args);
+    return HR_OK;
+}

@@ -3,7 +3,7 @@
  * one access; a block takes part of a row, or several short rows. What 16-byte accesses do not reach
  * goes element by element.
  */
-#include "kernels/core/pack.cuh"
+#include "kernels/core/rows.cuh"
 #include "kernels/nn/lora.h"
 
 #define THREADS 256
@@ -86,4 +86,62 @@ hr_status lora_rows_cuda(const lora_rows_args *args, const hr_exec *exec)
     else
         HR_LAUNCH(lora_rows_kernel<false>, grid, block, 0, exec->stream, l);
     return cuda_launch_status("hr_lora");
+}
+
+/* ---- Norms ----------------------------------------------------------------------------------- */
+
+#define WARPS (THREADS / 32)
+
+typedef struct norms_launch {
+    lora_norms_args args;
+    int32_t vectors; /* 16-byte accesses reach the groups of every row of W */
+} norms_launch;
+
+/* A warp takes a row. */
+static __device__ __forceinline__ void norms_row(const norms_launch &l, int64_t i, hr_dtype dtype)
+{
+    const lora_norms_args &a = l.args;
+    const int lane = (int)threadIdx.x % 32;
+    const char *const row = (const char *)a.w.data + i * a.w.stride * hr_element_size(dtype);
+    float square = 0.0f;
+    for (int64_t j = lane * GROUP; j < a.cols; j += 32 * GROUP) {
+        const int left = a.cols - j < GROUP ? (int)(a.cols - j) : GROUP;
+        float x[GROUP];
+        pack_floats(pack_load<GROUP>(row + j * hr_element_size(dtype), 0, dtype,
+                                     l.vectors && left == GROUP, left),
+                    dtype, x);
+#pragma unroll
+        for (int e = 0; e < GROUP; e++)
+            square = fmaf(x[e], x[e], square);
+    }
+    double total = square;
+    for (int64_t k = lane; k < a.rank; k += 32)
+        total += lora_norm_term(&a, i, k, dtype);
+    total = row_total<32>(total);
+    if (lane == 0)
+        a.norms[i] = lora_norm(total);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lora_norms_kernel(const norms_launch __grid_constant__ l)
+{
+    const int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (i < l.args.rows)
+        FOR_DTYPE(l.args.dtype, D, norms_row(l, i, D))
+}
+
+hr_status lora_norms_cuda(const lora_norms_args *args, const hr_exec *exec)
+{
+    norms_launch l;
+    l.args = *args;
+    l.vectors = ((uintptr_t)args->w.data |
+                 (uintptr_t)args->w.stride * (uintptr_t)hr_element_size(args->dtype)) %
+                    16 ==
+                0;
+    const int64_t blocks = (args->rows + WARPS - 1) / WARPS;
+    if (blocks > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED,
+                       "hr_lora_norms: a matrix has more rows than a grid of CUDA can take");
+    HR_LAUNCH(lora_norms_kernel, (uint32_t)blocks, THREADS, 0, exec->stream, l);
+    return cuda_launch_status("hr_lora_norms");
 }

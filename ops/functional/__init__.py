@@ -21,7 +21,7 @@ from .gemm import gemm
 from .glu import glu
 from .linear import linear
 from .linear_quantized import linear_quantized
-from .lora import lora_linear
+from .lora import lora_linear, lora_norms
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
 from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
@@ -49,6 +49,7 @@ __all__ = [
     "linear",
     "linear_quantized",
     "lora_linear",
+    "lora_norms",
     "quantize_blocks",
     "quantize_matrix",
     "rms_norm",

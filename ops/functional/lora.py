@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .._core.registration import (
     FLOATS,
+    complete,
     differentiable,
     refuse_derivative,
+    register_fake,
     register_flops,
     require,
 )
@@ -115,6 +117,50 @@ def lora_linear(
     return y
 
 
+def lora_norms(
+    weight: Tensor | QuantizedMatrix, a: Tensor, b: Tensor, *, scale: float = 1.0
+) -> Tensor:
+    """Returns the norms of the rows of ``W + scale * b @ a``, by which DoRA (arXiv:2402.09353)
+    divides a layer, without making that matrix.
+
+    They are constants: no gradient passes through them. A matrix of few bits is decoded to its
+    ``dtype`` in parts, and a dense one is read where it lies.
+
+    Args:
+        weight: ``[out, in]``, float32, bfloat16 or float16, or a matrix from
+            :func:`quantize_matrix`.
+        a, b: ``[rank, in]`` and ``[out, rank]``, as in :func:`lora_linear`.
+        scale: the factor of ``b @ a``.
+
+    Returns:
+        float32 ``[out]``.
+
+    Raises:
+        RuntimeError: an argument does not fit.
+        TypeError: an argument is no tensor.
+
+    The formula is documented at ``hr_lora_norms`` in ``headroom.h``.
+    """
+    check_tensors(a=a, b=b)
+    if isinstance(weight, QuantizedMatrix):
+        codes, scales, dtype = weight.codes, weight.scales, weight.dtype
+        layout, shape = (FORMATS[weight.format], weight.block_size, weight.nested), weight.shape
+    else:
+        check_tensors(weight=weight)
+        require(weight.dim() == 2, f"weight is {[*weight.shape]}, wanted [out, in]")
+        codes, scales, dtype = weight.detach(), None, weight.dtype
+        layout, shape = (_DENSE, 0, False), weight.shape
+    for name, adapter, k in (("a", a, 1), ("b", b, 0)):
+        require(
+            adapter.dim() == 2 and adapter.shape[k] == shape[k],
+            f"{name} is {[*adapter.shape]}, wanted a matrix that fits {[*shape]}",
+        )
+    precision = matmul_precision(dtype) if a.device.type == "cuda" else 0
+    return torch.ops.headroom.lora_norms(
+        codes, scales, a.detach(), b.detach(), *layout, dtype, scale, precision
+    )
+
+
 def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(2**62, (), device=device)
@@ -181,6 +227,13 @@ def _fake_backward(
     )
 
 
+def _fake_norms(weight, scales, a, b, format, block_size, nested, dtype, **_):
+    rows, cols = b.shape[0], a.shape[1]
+    given = a.new_empty((0, cols), dtype=dtype)
+    _check("weight", given, rows, cols, weight, scales, a, b, None, format, block_size, nested)
+    return a.new_empty(rows, dtype=torch.float32)
+
+
 def _save(ctx: Any, given: dict[str, Any], results: dict[str, Tensor]) -> None:
     *_, needs_a, needs_b = ctx.needs_input_grad[:6]
     ctx.save_for_backward(
@@ -225,3 +278,5 @@ def _backward_flops(dy, a, want_dx, want_da, want_db, **_) -> int:
 differentiable("lora_linear", fake=_fake, save=_save, backward=_backward, flops=_flops)
 refuse_derivative("lora_linear_backward", fake=_fake_backward)
 register_flops("lora_linear_backward", _backward_flops)
+register_fake("lora_norms", _fake_norms)
+complete("lora_norms")

@@ -211,7 +211,32 @@ lora_linear_backward(const Tensor &dy, const OptionalTensor &x, const OptionalTe
     return {dx, da, db};
 }
 
-// Bytes that the ops above allocate besides their results, for plans. `tokens` are rows of x or dy,
+// Norms of the rows of W + scale * b @ a. The dtype of the matrix is that which decoded elements have.
+Tensor lora_norms(const Tensor &weight, const OptionalTensor &scales, const Tensor &a,
+                  const Tensor &b, int64_t format, int64_t block_size, bool nested,
+                  ScalarType dtype, double scale, int64_t precision)
+{
+    const int64_t sizes[] = {0, View(a).dim == 2 ? View(a).sizes[1] : 0};
+    const Tensor no_rows = new_tensor(a, {sizes, 2}, dtype);
+    const int64_t rows = View(b).dim == 2 ? View(b).sizes[0] : 0;
+    const Layer layer(no_rows, "weight", false, rows, weight, scales, a, b, std::nullopt,
+                      {format, block_size, nested}, scale, 0.0, precision);
+    const Tensor norms = new_tensor(a, {&rows, 1}, ScalarType::Float);
+    if (layer.cols == 0) { // sums of no terms
+        Tensor zeros = norms;
+        torch::stable::zero_(zeros);
+        return norms;
+    }
+    const Exec exec(layer.like);
+    size_t bytes = 0;
+    check(hr_lora_norms_workspace(&bytes, &layer.matrix, &layer.config, &exec.exec));
+    const Tensor workspace = workspace_of(bytes, a);
+    check(hr_lora_norms(static_cast<float *>(View(norms).data), &layer.matrix, layer.a(), layer.b(),
+                        &layer.config, View(workspace).data, bytes, &exec.exec));
+    return norms;
+}
+
+// Bytes that lora_linear() and its gradient allocate besides their results, for plans. `tokens` are rows of x or dy,
 // dtypes are hr_dtype. Without CUDA they are those of the CPU.
 int64_t lora_linear_workspace(int64_t tokens, int64_t rows, int64_t cols, int64_t rank,
                               int64_t dtype, int64_t adapter_dtype, int64_t format,
@@ -257,6 +282,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor a, Tensor b, Tensor? seed, int cols, int format, int block_size, bool nested, "
           "float scale, float dropout, int precision, bool want_dx, bool want_da, bool want_db) "
           "-> (Tensor dx, Tensor da, Tensor db)");
+    m.def("lora_norms(Tensor weight, Tensor? scales, Tensor a, Tensor b, int format, "
+          "int block_size, bool nested, ScalarType dtype, float scale, int precision) -> Tensor");
     m.def("lora_linear_workspace(int tokens, int rows, int cols, int rank, int dtype, "
           "int adapter_dtype, int format, int block_size, bool nested, float dropout, "
           "bool backward, bool is_cuda, int precision) -> int");
@@ -272,4 +299,5 @@ HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("lora_linear", TORCH_BOX(&lora_linear));
     m.impl("lora_linear_backward", TORCH_BOX(&lora_linear_backward));
+    m.impl("lora_norms", TORCH_BOX(&lora_norms));
 }

@@ -116,3 +116,46 @@ TEST_P(LoraRefused, BadInputsOfTheQuery)
     EXPECT_EQ(query(&bytes, 0), HR_INVALID_ARGUMENT);
     EXPECT_EQ(bytes, 1u);
 }
+
+TEST_P(LoraRefused, BadInputsOfNorms)
+{
+    const LoraCase c = good(false);
+    const LoraRun good_run(*backend, c);
+    size_t bytes = 0;
+    ASSERT_EQ(hr_lora_norms_workspace(&bytes, &good_run.matrix, &good_run.config, &good_run.exec),
+              HR_OK);
+    const Tensors out(*backend, {c.linear.rows}, {HR_F32}, 0, garbage);
+    const Buffer workspace(*backend, std::vector<uint8_t>(bytes + 256, 0x77));
+    void *const at =
+        reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) / 256 * 256);
+    const std::vector<uint8_t> before = image_of({&out.buffers});
+    float *const norms = static_cast<float *>(out.data[0]);
+    const auto refuses = [&](const char *words, float *to, void *space, size_t size,
+                             const std::function<void(R &)> &spoil) {
+        R run(*backend, c);
+        spoil(run);
+        EXPECT_EQ(hr_lora_norms(to, run.matrix_argument, run.a_argument, run.b_argument,
+                                run.config_argument, space, size, run.exec_argument),
+                  HR_INVALID_ARGUMENT);
+        EXPECT_TRUE(matches(hr_last_error(), words));
+        EXPECT_EQ(image_of({&out.buffers}), before);
+    };
+    const auto as_it_is = [](R &) {};
+    refuses("hr_lora_norms: norms is NULL", nullptr, at, bytes, as_it_is);
+    refuses("workspace_bytes is .*, wanted .* or more", norms, at, bytes - 1, as_it_is);
+    refuses("workspace is at", norms, nullptr, bytes, as_it_is);
+    refuses("a is NULL", norms, at, bytes, [](R &r) { r.a_argument = nullptr; });
+    refuses("b->stride is 2, wanted cols", norms, at, bytes, [](R &r) { r.b_rows.stride = 2; });
+    refuses("matrix is NULL", norms, at, bytes, [](R &r) { r.matrix_argument = nullptr; });
+    refuses("config->rank is 0", norms, at, bytes, [](R &r) { r.config.rank = 0; });
+    refuses("config->rank is .*, wanted at most 2\\^28", norms, at, bytes,
+            [](R &r) { r.config.rank = INT64_C(1) << 29; });
+    refuses("exec is NULL", norms, at, bytes, [](R &r) { r.exec_argument = nullptr; });
+    R run(*backend, c);
+    EXPECT_EQ(hr_lora_norms_workspace(nullptr, &run.matrix, &run.config, &run.exec),
+              HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "hr_lora_norms_workspace: bytes is NULL"));
+    run.config.rank = INT64_C(1) << 29;
+    EXPECT_EQ(hr_lora_norms_workspace(&bytes, &run.matrix, &run.config, &run.exec),
+              HR_INVALID_ARGUMENT);
+}

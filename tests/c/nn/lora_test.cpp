@@ -209,6 +209,65 @@ TEST_P(Lora, DropsAlongLongRowsToo)
             }
 }
 
+namespace
+{
+
+// A call of hr_lora_norms() with what a run has; norms lie where its y would.
+hr_status norms_of(LoraRun &run, std::vector<double> *norms, Backend &backend)
+{
+    size_t bytes = 0;
+    EXPECT_EQ(hr_lora_norms_workspace(&bytes, &run.matrix, &run.config, &run.exec), HR_OK)
+        << hr_last_error();
+    const Tensors out(backend, {run.matrix.rows}, {HR_F32}, 0, garbage);
+    const Buffer workspace(backend, std::vector<uint8_t>(bytes + 256, 0x77));
+    void *const at =
+        reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) / 256 * 256);
+    const hr_status status =
+        hr_lora_norms(static_cast<float *>(out.data[0]), &run.matrix, run.a_argument,
+                      run.b_argument, &run.config, at, bytes, &run.exec);
+    EXPECT_TRUE(run.whole() && intact({&out.buffers}) && workspace.intact());
+    *norms = out.values(0);
+    return status;
+}
+
+} // namespace
+
+TEST_P(Lora, NormsAreThoseOfTheSum)
+{
+    int turn = 0;
+    for (const auto &[rows, cols, rank] :
+         std::vector<std::array<int64_t, 3>>{{1, 1, 1}, {9, 70, 3}, {5, 33, 40}, {3, 1056, 2}})
+        for (const hr_format format : {HR_DENSE, HR_NF4, HR_INT8_ROWS}) {
+            LoraCase c;
+            c.dense = format == HR_DENSE;
+            c.linear.rows = rows, c.linear.cols = cols, c.rank = rank;
+            c.linear.format = c.dense ? HR_NF4 : format, c.linear.dtype = hr_dtype(turn % 3);
+            c.linear.gap = turn % 2 ? 8 : 0, c.own = turn % 4 == 0;
+            LoraRun run(*backend, c);
+            std::vector<double> norms;
+            ASSERT_EQ(norms_of(run, &norms, *backend), HR_OK) << c << ": " << hr_last_error();
+            const std::vector<double> w = run.weight();
+            const Values a = values_of(run.a, run.a_rows), b = values_of(run.b, run.b_rows);
+            for (int64_t i = 0; i < rows; i++) {
+                double square = 0;
+                for (int64_t p = 0; p < cols; p++) {
+                    double sum = w[size_t(i * cols + p)];
+                    for (int64_t r = 0; r < rank; r++)
+                        sum += 0.75 * rounded(b.at(i, r), c.linear.dtype) *
+                               rounded(a.at(r, p), c.linear.dtype);
+                    square += sum * sum;
+                }
+                ASSERT_NEAR(norms[size_t(i)], std::sqrt(square), 2e-5 * std::sqrt(square)) << c;
+            }
+            turn++;
+        }
+    LoraCase none;
+    none.linear.rows = 0;
+    LoraRun run(*backend, none);
+    std::vector<double> norms;
+    EXPECT_EQ(norms_of(run, &norms, *backend), HR_OK) << hr_last_error();
+}
+
 TEST_P(Lora, WithoutRows)
 {
     for (const bool backward : {false, true})

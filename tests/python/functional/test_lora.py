@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.functional import dequantize_matrix, lora_linear, quantize_matrix
+from headroom.functional import dequantize_matrix, lora_linear, lora_norms, quantize_matrix
 from headroom.functional.quantize_matrix import FORMATS
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -393,3 +393,51 @@ def test_compilation_flops_and_names_in_a_profile(dropout, device):
         train(*given).sum().backward()
     names = {event.key for event in seen.key_averages()}
     assert {"headroom::lora_linear", "headroom::lora_linear_backward"} <= names
+
+
+# ---- Norms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", (1, 3, 40))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("to", ("dense", *FORMATS))
+def test_norms_of_rows(to, dtype, rank, device):
+    _, weight, _, a, b, _ = sample(device, to, dtype, rank=rank)
+    a.requires_grad_()
+    got = lora_norms(weight, a, b, scale=SCALE)
+    own = [t.detach().to(dtype).double() for t in (a, b)]
+    exact = (decoded(weight).double() + SCALE * own[1] @ own[0]).norm(dim=1)
+    assert got.dtype == torch.float32 and not got.requires_grad
+    torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=0)
+
+
+def test_norms_of_what_cancels_and_of_many_rows(device):
+    """Rows that adapters make zeros, also of matrices of several parts."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2, 1024, generator=generator).to(device)
+    b = torch.randn(3000, 2, generator=generator).to(device)
+    weight = b @ a
+    norms = lora_norms(weight, a, b, scale=-1.0)
+    assert (norms <= 2e-3 * weight.norm(dim=1)).all()  # the root of what is left of a square
+    q = quantize_matrix(weight)
+    exact = (dequantize_matrix(q).double() + b.double() @ a.double()).norm(dim=1)
+    torch.testing.assert_close(lora_norms(q, a, b).double(), exact, rtol=3e-6, atol=0)
+    assert peak_of(lambda: lora_norms(q, a, b)) <= (4 << 20) + 3000 * (2 + 1) * 4 + 8192
+
+
+def test_norms_refuse_and_compile():
+    _, weight, _, a, b, _ = sample("cpu")
+    for bad in (lambda: lora_norms(weight, a[:, 1:], b), lambda: lora_norms(weight, a, b[1:])):
+        with pytest.raises(RuntimeError, match="wanted a matrix that fits"):
+            bad()
+    with pytest.raises(RuntimeError, match=r"b must be a matrix \[33, 3\]"):
+        lora_norms(weight, a, b[:, 1:])
+    with pytest.raises(TypeError, match="a is None"):
+        lora_norms(weight, None, b)
+    compiled = torch.compile(
+        lambda a, b: lora_norms(weight, a, b) * 2, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(a, b), lora_norms(weight, a, b) * 2)
+    layout = (FORMATS["nf4"], weight.block_size, weight.nested)
+    given = (weight.codes, weight.scales, a, b, *layout, torch.float16, SCALE, 0)
+    torch.library.opcheck(torch.ops.headroom.lora_norms.default, given)

@@ -60,6 +60,7 @@ SCALAR = {
     "lce_reduce_kernel",
     "lce_scale_kernel",
     "lce_zero_kernel",
+    "lora_norms_kernel",  # beside products with the same rows
     "matrix_mean_kernel",  # the scales of a matrix
     "matrix_subtract_kernel",
     "norm_add_groups_kernel",
