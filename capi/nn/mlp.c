@@ -4,6 +4,7 @@
 #include "capi/check/rows.h"
 #include "capi/nn/mlp_call.h"
 #include "kernels/core/copy.h"
+#include "kernels/nn/gemm.h"
 
 hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int64_t features,
                        hr_mlp_save save, uint32_t wanted, const hr_mlp_config *config,
