@@ -1,6 +1,6 @@
 /* approximate.c: what a GPU computes with tables (9.7.3). Only bounds of the error are documented, so
- * the error is drawn within them, from the operand and the launch's seed: the same operand gives the same
- * result, as on a GPU, and a result that leans on one error differs under another seed. */
+ * the error is drawn within them, from the operand and the seed of the run: the same operand gives the same
+ * result, as on a GPU, and a result that leans on one error differs in a run with another seed. */
 #include "tests/ptx/values.h"
 
 /* In [-1, 1], a function of the operand and the seed. */

@@ -39,6 +39,15 @@ std::vector<RowNormCase> cases(bool all)
                              .shift = size_t(k % 7 == 3)});
             k++;
         }
+    // Every kernel: rows that few threads hold, or a block, or none.
+    for (const int64_t cols : {64, 1032, 8200})
+        for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16})
+            for (const bool layer : {false, true})
+                cases.push_back({.rows = cols == 8200 ? 1 : 3,
+                                 .cols = cols,
+                                 .kind = layer ? HR_NORM_LAYER : HR_NORM_RMS,
+                                 .dtype = dtype,
+                                 .weight_dtype = dtype});
     if (all)
         cases.push_back({.rows = 1, .cols = 1 << 20, .kind = HR_NORM_LAYER, .dtype = HR_BF16});
     for (const bool layer : {false, true})
