@@ -1554,7 +1554,8 @@ HR_API hr_status hr_linear_backward(const hr_rows *dx, const hr_rows *dy, const 
  *
  * A and B are rounded to matrix->dtype for the products, whose sums are binary32. t, dt and the
  * products with A and B are rounded to matrix->dtype; what these products make of y and dx is then
- * added to the sums with W, which are rounded once, as config->addend is in hr_linear_config. No x in another dtype, no dropped x and no decoded W is made as a whole.
+ * added to the sums with W, which are rounded once, as config->addend is in hr_linear_config. No x in
+ * another dtype, no dropped x and no decoded W is made as a whole.
  */
 typedef struct hr_lora_config {
     size_t size;            /* sizeof(hr_lora_config) */
@@ -1665,7 +1666,7 @@ HR_API hr_status hr_lora_norms_workspace(size_t *bytes, const hr_matrix *matrix,
  * with a tile: with SAVE_ALL or SAVE_GATE_UP twice in a step of training, for the product and for the
  * gradient of what it multiplies; with SAVE_INPUT gate and up once more. With the loop of hr_gemm on
  * the CPU the results are those of the decoded matrices, bit for bit, but for tiles of at most 16
- * tokens, whose gate and up are sums of their own.
+ * tokens, whose products in forward, and of gate and up again, are sums of their own.
  */
 typedef enum hr_mlp_save {
     HR_MLP_SAVE_ALL = 0,

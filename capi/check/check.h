@@ -67,7 +67,11 @@
         }                                                                        \
     } while (0)
 #else
-#define HR_ON_DEVICE(exec, name, ...) HR_RUN(name##_cpu(__VA_ARGS__))
+#define HR_ON_DEVICE(exec, name, ...)    \
+    do {                                 \
+        (void)(exec);                    \
+        HR_RUN(name##_cpu(__VA_ARGS__)); \
+    } while (0)
 #endif
 
 /* The name of a type, such as "f32"; also for a value that is not an hr_dtype. */

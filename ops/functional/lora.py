@@ -258,7 +258,7 @@ def _backward(
         )
         found = dict(zip(("x", "a", "b"), gradients))
     if needs["bias"]:
-        found["bias"] = dy.sum(tuple(range(dy.dim() - 1)))
+        found["bias"] = dy.sum_to_size(dy.shape[-1:])
     return found
 
 

@@ -10,6 +10,10 @@
 namespace headroom
 {
 
+// What a query is given for memory, of which it reads nothing. The address has the alignment of
+// torch's memory, because with other codes a product of few rows may take another way.
+alignas(64) inline uint8_t unread[64];
+
 class FewBits
 {
   public:
@@ -63,6 +67,13 @@ class FewBits
         matrix.absmax_codes = reinterpret_cast<uint8_t *>(scales);
         matrix.absmax_scales = reinterpret_cast<float *>(scales + first_scale_);
         matrix.offset = reinterpret_cast<float *>(scales + bytes - 4);
+    }
+
+    // For a query, instead of point_to().
+    void point_to_unread()
+    {
+        matrix.data = unread;
+        matrix.absmax = reinterpret_cast<float *>(unread);
     }
 
     hr_matrix matrix = HR_MATRIX_INIT;

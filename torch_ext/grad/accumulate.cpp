@@ -9,8 +9,11 @@ using namespace headroom;
 void accumulate_(const Tensors &sums, const Tensors &compensations, const Tensors &grads,
                  double factor, const OptionalTensor &factor_tensor, bool zero_grads)
 {
-    if (sums.empty())
+    if (sums.empty()) { // which says of no other list how long it is
+        check_count(compensations, "compensations", 0);
+        check_count(grads, "grads", 0);
         return;
+    }
     ListCall call({{"sums", sums, true},
                    {"compensations", compensations, true, true},
                    {"grads", grads, zero_grads}});

@@ -372,11 +372,10 @@ int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t c
     set(config.dtype, dtype, "dtype");
     set(config.capability, capability, "capability");
     std::optional<FewBits> bits;
-    static float unread = 0; // a query takes a matrix, and looks at its sizes alone
     if (format != HR_DENSE) {
         bits.emplace(classes, features, format, block_size, nested);
         bits->matrix.dtype = config.dtype;
-        bits->matrix.data = bits->matrix.absmax = &unread;
+        bits->point_to_unread();
         config.matrix = &bits->matrix;
     }
     config.grad_dtype = grad_dtype_of(config.dtype);

@@ -89,8 +89,7 @@ int64_t linear_quantized_workspace(int64_t tokens, int64_t rows, int64_t cols, i
     set(bits.matrix.dtype, dtype, "dtype");
     if (bits.is_empty())
         return 0;
-    static float unread = 0; // a query takes a matrix, and looks at its sizes alone
-    bits.matrix.data = bits.matrix.absmax = &unread;
+    bits.point_to_unread();
     hr_linear_config config = HR_LINEAR_CONFIG_INIT;
     set_precision(config, precision);
     hr_linear_needs needs;

@@ -245,20 +245,20 @@ int64_t lora_linear_workspace(int64_t tokens, int64_t rows, int64_t cols, int64_
 {
     if (rows == 0 || cols == 0)
         return 0;
-    static int64_t unread = 0; // a query looks at sizes alone
     hr_matrix matrix = HR_MATRIX_INIT;
     if (format == HR_DENSE) {
         matrix.rows = rows, matrix.cols = matrix.stride = cols;
     } else {
-        matrix = FewBits(rows, cols, format, block_size, nested).matrix;
-        matrix.absmax = reinterpret_cast<float *>(&unread);
+        FewBits bits(rows, cols, format, block_size, nested);
+        bits.point_to_unread();
+        matrix = bits.matrix;
     }
-    matrix.data = &unread;
+    matrix.data = unread;
     set(matrix.dtype, dtype, "dtype");
     hr_lora_config config = HR_LORA_CONFIG_INIT;
     config.rank = rank;
     config.dropout = dropout;
-    config.seed = &unread;
+    config.seed = reinterpret_cast<int64_t *>(unread);
     set(config.adapter_dtype, adapter_dtype, "adapter_dtype");
     set_precision(config, precision);
     size_t bytes = 0;

@@ -346,12 +346,11 @@ std::tuple<int64_t, int64_t> mlp_block_workspace(int64_t tokens, int64_t hidden,
     set(config.norm_dtype, norm_dtype, "norm_dtype");
     config.gated = gated;
     std::deque<FewBits> few_bits;
-    static float unread = 0; // a query takes matrices, and looks at their sizes alone
     const auto described = [&](int64_t outputs, int64_t inputs) {
-        hr_matrix &m = few_bits.emplace_back(outputs, inputs, format, block_size, nested).matrix;
-        m.dtype = config.dtype;
-        m.data = m.absmax = &unread;
-        return &m;
+        FewBits &bits = few_bits.emplace_back(outputs, inputs, format, block_size, nested);
+        bits.point_to_unread();
+        bits.matrix.dtype = config.dtype;
+        return &bits.matrix;
     };
     if (format != HR_DENSE) {
         config.gate_up = described(gated && !apart ? 2 * features : features, hidden);

@@ -64,6 +64,13 @@ def test_any_leading_dimensions_strides_and_no_rows(device):
     y = linear_quantized(empty, q, bias)
     assert y.shape == (0, 4, ROWS)
     assert torch.autograd.grad(y.sum(), empty)[0].shape == empty.shape
+    for leading in ((), (0,), (2, 0)):
+        x, q, bias, dy = sample("nf4", torch.float32, device, leading)
+        ours = gradients(lambda x, b, q=q: linear_quantized(x, q, b), x, bias, dy)
+        decoded = dequantize_matrix(q)
+        theirs = gradients(lambda x, b, w=decoded: F.linear(x, w, b), x, bias, dy)
+        for got, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows,cols", ((0, 5), (5, 0), (0, 0)))

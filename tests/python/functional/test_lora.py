@@ -1,5 +1,7 @@
 """The op headroom::lora_linear against products in float64 with the decoded matrix."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
@@ -201,6 +203,22 @@ def test_any_leading_dimensions_strides_and_no_rows(device):
         )
         assert y.shape == (0, 4, ROWS) and dx.shape == given[0].shape
         assert not any(t.any() for t in others)
+
+
+def test_gradients_of_a_single_row_and_of_none(device):
+    def plain(x, bias, a, b, weight):
+        return F.linear(x, weight, bias) + SCALE * x @ a.T @ b.T
+
+    for leading in ((), (0,), (2, 0)):
+        x, weight, *given, dy = sample(device, "dense", leading=leading)
+        ours = gradients(
+            lambda x, bias, a, b, w=weight: lora_linear(x, w, bias, a, b, scale=SCALE),
+            *(x, *given),
+            dy=dy,
+        )
+        theirs = gradients(partial(plain, weight=weight), x, *given, dy=dy)
+        for got, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows,cols", ((0, 5), (5, 0), (0, 0)))

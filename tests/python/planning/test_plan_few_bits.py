@@ -93,6 +93,17 @@ def test_the_workspace_of_a_product_in_parts(to, rows, dtype):
         assert rows == 1 or 1 << 20 < found <= 5 << 20
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("to", [1, 2, 3])
+def test_few_rows_are_planned_for_codes_that_lie_as_torch_lays_them(to):
+    """They take no workspace on CUDA, where the codes can be read 16 bytes at a time."""
+    ops, numbers = torch.ops.headroom, (to, 64, False)
+    assert ops.linear_quantized_workspace(16, 512, 256, 1, *numbers, False, True, 0) == 0
+    of_lora = ops.lora_linear_workspace(16, 512, 256, 4, 1, 1, *numbers, 0.0, False, True, 0)
+    dense = ops.lora_linear_workspace(16, 512, 256, 4, 1, 1, 0, 0, False, 0.0, False, True, 0)
+    assert of_lora == dense  # what a product takes
+
+
 # ---- models that bitsandbytes has built ----------------------------------------------------------
 
 
