@@ -300,7 +300,8 @@ def _refuse_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         if isinstance(weight := module._parameters.get("weight"), Tensor):
             owners.setdefault(id(weight), []).append((path, module))
     for path, layer in layers.items():
-        others = [name for name, one in owners[id(layer.weight)] if one is not layer]
+        # A weight that weight_norm or pruning computes is no parameter.
+        others = [name for name, one in owners.get(id(layer.weight), ()) if one is not layer]
         if others and not isinstance(layer, LoRALinear):
             raise ValueError(
                 f"'{path}' and '{others[0]}' have the same weight, and an adapter would be that of "

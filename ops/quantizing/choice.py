@@ -18,6 +18,7 @@ from .report import Left
 FROZEN = "it is trained, and others are frozen"
 HEAD = "an output head"
 WIDE = "transformers keeps it in float32"
+ADAPTER = "a part of an adapter"
 
 
 def joined(module: str, name: str) -> str:
@@ -56,17 +57,22 @@ def choose(
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     left = _skipped(model, linears, skip) if skip is not None else heads(model, linears)
-    owners = _owners(model)
+    owners, adapters = _owners(model), _in_adapters(model)
     for name, module in linears.items():
         weight: Any = module.weight
         full = joined(name, "weight")
-        shared = [one for one in owners[id(weight)] if one != full]
+        holders = owners.get(id(weight), ())
+        shared = [one for one in holders if one != full]
         own_forward = "forward" in vars(module).keys() - patched_names(vars(module))
         if isinstance(weight, DTensor):
             raise TypeError(f"'{full}' is a DTensor: quantize before fully_shard()")
         if name in left:
             continue
-        if weight.dtype not in FLOATS:
+        if id(module) in adapters:
+            left[name] = ADAPTER
+        elif not holders:
+            left[name] = "it is computed from other parameters"
+        elif weight.dtype not in FLOATS:
             left[name] = f"it is {weight.dtype}"
         elif not weight.numel():
             left[name] = "it has no elements"
@@ -117,6 +123,19 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(param), []).append(joined(prefix, name))
     return owners
+
+
+def _in_adapters(model: nn.Module) -> set[int]:
+    """Returns the ids of what layers with adapters, of Headroom or of PEFT, have beside their
+    base."""
+    return {
+        id(part)
+        for module in model.modules()
+        if "base_layer" in module._modules
+        for child in module.children()
+        if child is not module.base_layer
+        for part in child.modules()
+    }
 
 
 def _skipped(

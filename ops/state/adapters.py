@@ -212,7 +212,8 @@ def _modules_to_save(model: nn.Module) -> list[str]:
     Raises:
         ValueError: the files have no place for one.
     """
-    inside = {part: path for path, one in lora_layers(model).items() for part in one.modules()}
+    layers = lora_layers(model)
+    inside = {part: path for path, one in layers.items() for part in one.modules()}
     found: list[str] = []
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -226,7 +227,10 @@ def _modules_to_save(model: nn.Module) -> list[str]:
                 )
         if not any(param.requires_grad for param in params):
             continue
-        if module not in inside and path and not isinstance(module, QuantizedLinear):
+        if any(path.startswith(f"{one}.") for one in found):
+            continue  # a part of what is saved as a whole
+        is_whole = not any(one.startswith(f"{path}.") for one in layers)
+        if module not in inside and path and is_whole and not isinstance(module, QuantizedLinear):
             found.append(path)
         elif not re.match(rf"{re.escape(inside.get(module, path))}\.lora_[AB]\.", path):
             raise ValueError(f"'{path}' trains, and the files of an adapter have no place for it")

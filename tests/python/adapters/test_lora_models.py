@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from headroom.adapters import adapters_disabled, delete_adapter, use_adapters
 from headroom.nn import LEVELS, LoRALinear, Transformer, TransformerConfig
 from torch import nn
+from torch.nn.utils import prune
 
 from helpers.bits import assert_same_bits
 from helpers.few_bits import error, gradients
@@ -250,6 +251,18 @@ def test_what_uses_its_weight_itself_is_left():
     assert names(report) == ["0.linear1", "0.linear2"]
     assert [one.name for one in report.left] == ["1", "0.self_attn.out_proj"]
     assert report.left[1].reason.startswith("a subclass of Linear")
+
+
+def test_a_pruned_layer_is_called():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    x = torch.randn(3, 8)
+    wanted = model(x)
+    assert names(headroom.lora(model, 2)) == ["0"]
+    assert_same_bits(model(x), wanted)
+    headroom.merge(shake(model))
+    merged = model(x)
+    torch.testing.assert_close(merged, headroom.unmerge(model)(x))
 
 
 def test_bad_arguments_change_nothing():

@@ -10,6 +10,7 @@ import torch
 from headroom.functional import quantize_matrix
 from headroom.nn import Linear4bit, Linear8bit, Transformer, TransformerConfig
 from torch import nn
+from torch.nn.utils import prune
 
 from helpers.bits import assert_same_bits
 
@@ -162,6 +163,18 @@ def test_trained_layers_beside_frozen_ones_are_left():
     assert reasons(report)["adapter.weight"] == "it is trained, and others are frozen"
 
 
+def test_adapters_that_do_not_train_are_left():
+    model = Model()
+    for name in ("first", "second"):
+        headroom.lora(model, 4, name=name, targets=["up", "down"])
+    report = headroom.quantize(model)
+    assert names(report) == ["up.base_layer", "down.base_layer"]
+    assert reasons(report)["up.lora_A.first.weight"] == "a part of an adapter"
+    headroom.adapters.use_adapters(model, "first")
+    model(torch.arange(3)).sum().backward()
+    assert model.up.lora_B["first"].weight.grad is not None
+
+
 class Own(nn.Linear):
     pass
 
@@ -174,9 +187,11 @@ def test_layers_that_are_more_than_linear_are_left():
     model.replaced.forward = lambda x: x
     model.experts = nn.ParameterList([nn.Parameter(torch.randn(2, 8, 8))])
     model.convolution = nn.Conv1d(4, 4, 3)
+    model.pruned = prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)
     model.last = nn.Linear(32, 32)
     report = headroom.quantize(model)
     assert names(report) == ["up", "down", "head"]
+    assert "weight_orig" in model.pruned._parameters
     found = reasons(report)
     assert found["own.weight"].startswith("of a subclass of Linear")
     assert found["attention.out_proj.weight"].startswith("of a subclass of Linear")

@@ -148,6 +148,40 @@ def test_what_trains_beside_adapters_is_saved(tmp_path):
     assert_same_bits(outputs(other), outputs(model))
 
 
+class Around(nn.Module):
+    """Has a parameter of its own, and modules inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.inner, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.scale * self.other(self.inner(x))
+
+
+def test_what_trains_with_modules_inside_is_saved_as_a_whole(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), Around(), nn.Linear(6, 2))
+    base = copy.deepcopy(model)
+    headroom.lora(model, 2, targets=["0"])
+    model[1].requires_grad_()
+    save_adapter(shaken(model), tmp_path)
+    assert config_in(tmp_path)["modules_to_save"] == ["1"]
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    load_adapter(base, tmp_path)
+    x = torch.randn(5, 6)
+    for one in (base, again):
+        torch.testing.assert_close(one(x), model(x))
+
+
+def test_what_trains_around_adapters_is_refused(tmp_path):
+    model = nn.Sequential(Around(), nn.Linear(6, 2))
+    headroom.lora(model, 2, targets=["inner"])
+    model[0].scale.requires_grad_()
+    with pytest.raises(ValueError, match="'0' trains, and the files of an adapter have no place"):
+        save_adapter(model, tmp_path)
+
+
 def test_what_no_file_says_is_refused(tmp_path):
     model = model_of("Llama", tie_word_embeddings=True)
     with pytest.raises(ValueError, match="no adapter 'default'"):
