@@ -138,9 +138,9 @@ DEVICES = [
         "H100",
         "90",
         132,
-        1.755e9,
+        1.98e9,
         0.9 * 3.35e12,
-        "NVIDIA H100 data sheet, SXM5: 3.35 TB/s, 132 multiprocessors; boost clock of PCIe",
+        "NVIDIA H100 data sheet, SXM5: 3.35 TB/s; its architecture whitepaper: boost clock",
         latency=479,
     ),
     Device(

@@ -1,6 +1,7 @@
 """benchmarks.instructions: what it finds in a listing that was counted by hand."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import headroom
@@ -13,7 +14,7 @@ from benchmarks.instructions import __main__ as command  # noqa: E402
 from benchmarks.instructions import calls, disassembly, head, rows  # noqa: E402
 from benchmarks.instructions.call import Call, Step  # noqa: E402
 from benchmarks.instructions.loops import hot_loops  # noqa: E402
-from benchmarks.instructions.model import GAP, Device, Launch, predict  # noqa: E402
+from benchmarks.instructions.model import DEVICES, GAP, Device, Launch, predict  # noqa: E402
 
 # A loop over four f32 elements, whose square root calls a function for denormal numbers, and which
 # threads that have diverged go through elsewhere. Then one over single elements.
@@ -131,6 +132,12 @@ def test_the_model():
     assert device.needed(instructions=48, traffic=16) == 2 * 48 / 32
     assert device.fraction(48, 16) == 1
     assert device.fraction(96, 16) == 0.5
+
+
+def test_gpus_of_one_chip_differ_in_memory_alone():
+    h200, h100 = (one for one in DEVICES if one.arch == "90")
+    other = {"name": h200.name, "bandwidth": h200.bandwidth, "source": h200.source}
+    assert replace(h100, **other) == h200
 
 
 def test_the_prediction_of_a_head():
