@@ -245,11 +245,8 @@ hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t k,
     HR_TRY(check_gemm_sizes(function, m, n, k));
     HR_TRY(check_config(function, &own, config));
     HR_TRY(hr_check_exec(function, exec));
-    if (exec->device == HR_CPU) {
-        *bytes = 0;
-        return HR_OK;
-    }
-    HR_RETURN_CUDA(gemm_workspace_cuda(bytes, exec->device), exec);
+    HR_ON_DEVICE(exec, gemm_workspace, bytes);
+    return HR_OK;
 }
 
 hr_status hr_set_gemm(hr_gemm_fn gemm, void *context)

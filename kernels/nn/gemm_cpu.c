@@ -267,6 +267,12 @@ static void begin_with_addend(const gemm_args *args)
     copy_rows_cpu(args->c.data, pitches[0], from->data, pitches[1], bytes, args->m);
 }
 
+hr_status gemm_workspace_cpu(size_t *bytes)
+{
+    *bytes = 0;
+    return HR_OK;
+}
+
 hr_status gemm_cpu(const gemm_args *args)
 {
     begin_with_addend(args);

@@ -487,10 +487,10 @@ hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec)
     return sum_columns_cuda(&sums, exec);
 }
 
-hr_status gemm_workspace_cuda(size_t *bytes, int32_t device)
+hr_status gemm_workspace_cuda(size_t *bytes, const hr_exec *exec)
 {
     int32_t capability = 0;
-    const hr_status status = hr_cuda_capability(device, &capability);
+    const hr_status status = hr_cuda_capability(exec->device, &capability);
     if (status != HR_OK)
         return status;
 #if HR_WITH_CUBLAS
@@ -499,7 +499,7 @@ hr_status gemm_workspace_cuda(size_t *bytes, int32_t device)
     const cublas_api *api = nullptr;
     cublasLtHandle_t handle = nullptr;
     if (cublas_load(&api) == HR_OK)
-        (void)cublas_handle(api, device, &handle);
+        (void)cublas_handle(api, exec->device, &handle);
 #endif
     *bytes = gemm_workspace_bytes(capability);
     return HR_OK;

@@ -33,8 +33,8 @@ const BadInputs<R> kBad = {
      [](R &r) { r.config.seed = moved(r.config.seed, 4); }},
     {": config->adapter_dtype is f64, wanted f32 or matrix->dtype \\(bf16\\)",
      [](R &r) { r.config.adapter_dtype = HR_F64; }},
-    {": config->allow_tf32 is 2", [](R &r) { r.config.allow_tf32 = 2; }},
-    {": config->allow_reduced_precision_reduction is -1",
+    {"^hr_lora_.*ward: config->allow_tf32 is 2", [](R &r) { r.config.allow_tf32 = 2; }},
+    {"^hr_lora_.*ward: config->allow_reduced_precision_reduction is -1",
      [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
     {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
     {": a is NULL", [](R &r) { r.a_argument = nullptr; }},
@@ -55,8 +55,8 @@ const BadInputs<R> kBad = {
     {": workspace is at .*, wanted a multiple of (64|256) bytes",
      [](R &r) { r.workspace_argument = moved(r.workspace_argument, 32); }},
     {": workspace is at", [](R &r) { r.workspace_argument = nullptr; }},
-    {": exec is NULL", [](R &r) { r.exec_argument = nullptr; }},
-    {": exec->device is -2", [](R &r) { r.exec.device = -2; }},
+    {"^hr_lora_.*ward: exec is NULL", [](R &r) { r.exec_argument = nullptr; }},
+    {"^hr_lora_.*ward: exec->device is -2", [](R &r) { r.exec.device = -2; }},
 };
 
 LoraCase good(bool backward)
@@ -105,7 +105,7 @@ TEST_P(LoraRefused, BadInputsOfTheQuery)
     EXPECT_EQ(query(nullptr, 0), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), ": bytes is NULL"));
     EXPECT_EQ(query(&bytes, 2), HR_INVALID_ARGUMENT);
-    EXPECT_TRUE(matches(hr_last_error(), "backward is 2"));
+    EXPECT_TRUE(matches(hr_last_error(), "hr_lora_workspace: backward is 2"));
     run.config.rank = 0;
     EXPECT_EQ(query(&bytes, 0), HR_INVALID_ARGUMENT);
     run.config_argument = nullptr;
