@@ -3,7 +3,7 @@
 
 #include "tests/ptx/values.h"
 
-#define MOST_DEPTH_BYTES (160 << 10) /* of a fiber's stack */
+#define MOST_DEPTH_BYTES (192 << 10) /* of a fiber's stack */
 
 static uint64_t constant(const ptx_thread *t, const ptx_constant *c)
 {

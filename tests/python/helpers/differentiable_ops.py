@@ -141,9 +141,9 @@ OPS = [
     ),
     DifferentiableOp(
         "lora_linear",
-        lambda x, bias, a, b: lora_linear(x, _quantized(x), bias, a, b, scale=0.5),
+        lambda x, bias, a, b: lora_linear(x, _quantized(x), bias, a, b, scale=0.5) / 8,
         lambda x, bias, a, b: (
-            _linear(x, dequantize_matrix(_quantized(x)), bias) + _linear(_linear(x, a), b) / 2
+            (_linear(x, dequantize_matrix(_quantized(x)), bias) + _linear(_linear(x, a), b) / 2) / 8
         ),
         (_ROWS, (8,), (3, COLS), (8, 3)),
     ),

@@ -236,4 +236,4 @@ def test_the_peak_is_that_of_the_result_and_one_tensor(to, memory_path, tmp_path
     assert status == 0, printed
     peak, result = json.loads(printed.splitlines()[-1])
     largest = 2 * 2048 * 4096
-    assert peak <= result + 1.1 * largest + (4 << 20), (peak / 2**20, result / 2**20)
+    assert peak <= result + 1.1 * largest + (6 << 20), (peak / 2**20, result / 2**20)
