@@ -92,7 +92,7 @@ hr_status gemm_cpu(const gemm_args *args);
 hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec);
 hr_status gemm_workspace_cpu(size_t *bytes);
 hr_status gemm_workspace_cuda(size_t *bytes, const hr_exec *exec);
-void gemm_lend(hr_gemm_fn gemm, void *context);               /* NULL: none */
+void gemm_lend(hr_gemm_fn gemm, void *context); /* NULL: none */
 #ifdef __cplusplus
 }
 #endif

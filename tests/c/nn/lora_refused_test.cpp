@@ -105,7 +105,7 @@ TEST_P(LoraRefused, BadInputsOfTheQuery)
     EXPECT_EQ(query(nullptr, 0), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), ": bytes is NULL"));
     EXPECT_EQ(query(&bytes, 2), HR_INVALID_ARGUMENT);
-    EXPECT_TRUE(matches(hr_last_error(), "hr_lora_workspace: backward is 2"));
+    EXPECT_TRUE(matches(hr_last_error(), "^hr_lora_workspace: config->backward is 2"));
     run.config.rank = 0;
     EXPECT_EQ(query(&bytes, 0), HR_INVALID_ARGUMENT);
     run.config_argument = nullptr;
