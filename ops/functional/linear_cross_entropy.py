@@ -19,7 +19,7 @@ from .._core.registration import by_name, complete, register_fake, register_flop
 from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
-from .quantize_matrix import FORMATS, QuantizedMatrix, require_fit
+from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "mean or zero": 3}
 MODES = {"auto": 0, "tokens": 1, "vocabulary": 2}
@@ -76,12 +76,8 @@ def of_weight(
     if not isinstance(weight, QuantizedMatrix):
         described = {"classes": 0, "format": 0, "block_size": 0, "nested": False}
         return {"weight": weight, "codes": None, "scales": None}, described
-    described = {
-        "classes": weight.shape[0],
-        "format": FORMATS[weight.format],
-        "block_size": weight.block_size,
-        "nested": weight.nested,
-    }
+    layout = dict(zip(("format", "block_size", "nested"), layout_of(weight)))
+    described = {"classes": weight.shape[0], **layout}
     return {"weight": None, "codes": weight.codes, "scales": weight.scales}, described
 
 

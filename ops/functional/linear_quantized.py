@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.registration import FLOATS, differentiable, require
 from .._core.rows import autocast_dtype, cast, check_tensors
 from .gemm import matmul_precision
-from .quantize_matrix import FORMATS, QuantizedMatrix, require_fit
+from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
 
 
 def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -53,17 +53,24 @@ def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) 
         q.scales,
         bias,
         rows,
-        FORMATS[q.format],
-        q.block_size,
-        q.nested,
+        *layout_of(q),
         matmul_precision(x.dtype) if x.device.type == "cuda" else 0,
     )
 
 
+def weight_and_bias(linear: Any, dtype: torch.dtype | None = None) -> tuple[Any, Tensor | None]:
+    """Returns the weight and bias of a linear layer; of one of few bits its matrix, and the bias in
+    ``dtype``, in which that computes."""
+    matrix, bias = getattr(linear, "matrix", None), linear.bias
+    if not isinstance(matrix, QuantizedMatrix):
+        return linear.weight, bias
+    return matrix, None if bias is None else bias.to(dtype)
+
+
 def quantized_linear_forward(module: Any, input: Tensor) -> Tensor:
     """Computes the forward of a linear layer whose ``matrix`` is a :class:`QuantizedMatrix`."""
-    bias = None if module.bias is None else module.bias.to(input.dtype)
-    return linear_quantized(input, module.matrix, bias)
+    matrix, bias = weight_and_bias(module, input.dtype)
+    return linear_quantized(input, matrix, bias)
 
 
 _NUMBERS = ("format", "block_size", "nested", "precision")

@@ -19,7 +19,7 @@ from .._core.registration import (
 )
 from .._core.rows import autocast_dtype, cast, check_tensors
 from .gemm import matmul_precision
-from .quantize_matrix import FORMATS, QuantizedMatrix, require_fit
+from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
 
 _DENSE = 0  # of hr_format
 
@@ -81,21 +81,14 @@ def lora_linear(
     dtype = autocast_dtype(x.device.type)
     if dtype is not None:
         x, bias = cast(dtype, x, bias)
-    if isinstance(weight, QuantizedMatrix):
-        codes, scales, rows = weight.codes, weight.scales, weight.shape[0]
-        layout = (FORMATS[weight.format], weight.block_size, weight.nested)
-        shape = weight.shape
-    else:
-        check_tensors(weight=weight)
-        if weight.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "weight requires grad, but gets no gradient beside adapters; freeze it with "
-                "requires_grad_(False), or use torch.nn.functional.linear"
-            )
-        require(weight.dim() == 2, f"weight is {[*weight.shape]}, wanted [out, in]")
-        shape = weight.shape
-        codes = weight if dtype is None else cast(dtype, weight)[0]
-        scales, rows, layout = None, weight.shape[0], (_DENSE, 0, False)
+    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "weight requires grad, but gets no gradient beside adapters; freeze it with "
+            "requires_grad_(False), or use torch.nn.functional.linear"
+        )
+    codes, scales, shape, layout = _parts(weight)
+    if scales is None and dtype is not None:
+        (codes,) = cast(dtype, codes)
     require(
         x.dim() > 0 and x.shape[-1] == shape[1],
         f"x is {[*x.shape]}, wanted [..., {shape[1]}] for a matrix {[*shape]}",
@@ -108,7 +101,7 @@ def lora_linear(
         a,
         b,
         _seed(seed, x.device) if dropout else None,
-        rows,
+        shape[0],
         *layout,
         scale,
         dropout,
@@ -142,23 +135,28 @@ def lora_norms(
     The formula is documented at ``hr_lora_norms`` in ``headroom.h``.
     """
     check_tensors(a=a, b=b)
-    if isinstance(weight, QuantizedMatrix):
-        codes, scales, dtype = weight.codes, weight.scales, weight.dtype
-        layout, shape = (FORMATS[weight.format], weight.block_size, weight.nested), weight.shape
-    else:
-        check_tensors(weight=weight)
-        require(weight.dim() == 2, f"weight is {[*weight.shape]}, wanted [out, in]")
-        codes, scales, dtype = weight.detach(), None, weight.dtype
-        layout, shape = (_DENSE, 0, False), weight.shape
+    codes, scales, shape, layout = _parts(weight)
     for name, adapter, k in (("a", a, 1), ("b", b, 0)):
         require(
             adapter.dim() == 2 and adapter.shape[k] == shape[k],
             f"{name} is {[*adapter.shape]}, wanted a matrix that fits {[*shape]}",
         )
-    precision = matmul_precision(dtype) if a.device.type == "cuda" else 0
+    precision = matmul_precision(weight.dtype) if a.device.type == "cuda" else 0
     return torch.ops.headroom.lora_norms(
-        codes, scales, a.detach(), b.detach(), *layout, dtype, scale, precision
+        *(codes.detach(), scales, a.detach(), b.detach()), *layout, weight.dtype, scale, precision
     )
+
+
+def _parts(
+    weight: Tensor | QuantizedMatrix,
+) -> tuple[Tensor, Tensor | None, tuple[int, ...], tuple[int, int, bool]]:
+    """Returns the codes, or the dense weight; the scales; the shape of the matrix; and how codes
+    lie."""
+    if isinstance(weight, QuantizedMatrix):
+        return weight.codes, weight.scales, weight.shape, layout_of(weight)
+    check_tensors(weight=weight)
+    require(weight.dim() == 2, f"weight is {[*weight.shape]}, wanted [out, in]")
+    return weight, None, tuple(weight.shape), (_DENSE, 0, False)
 
 
 def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:

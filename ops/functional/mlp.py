@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._core.registration import FLOATS, require
 from .._core.row_ops import MATRIX, kind, row_op
-from .quantize_matrix import FORMATS, QuantizedMatrix, require_fit
+from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 NORMS = {"rms": 0, "layer": 1}
@@ -57,9 +57,7 @@ def of_few_bits(*matrices: QuantizedMatrix | None) -> dict[str, Any]:
     return dict(zip(names, tensors)) | {
         "features": features,
         "gated": len(given) == 3 or first.shape[0] != features,
-        "format": FORMATS[first.format],
-        "block_size": first.block_size,
-        "nested": first.nested,
+        **dict(zip(("format", "block_size", "nested"), layout_of(first))),
     }
 
 

@@ -88,11 +88,15 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> T
         q.codes,
         q.scales,
         *q.shape,
-        FORMATS[q.format],
-        q.block_size,
-        q.nested,
+        *layout_of(q),
         q.dtype if dtype is None else dtype,
     )
+
+
+def layout_of(q: QuantizedMatrix) -> tuple[int, int, bool]:
+    """Returns how codes lie, as ops take it: the format, the block size, and whether scales are
+    nested."""
+    return FORMATS[q.format], q.block_size, q.nested
 
 
 def bytes_of(rows: int, cols: int, format: int, block_size: int, nested: bool) -> tuple[int, int]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from .._core.rows import constant_factors
 from .._core.surroundings import is_plain
-from ..functional.quantize_matrix import QuantizedMatrix
 
 
 def whole_layer(
@@ -23,17 +19,6 @@ def whole_layer(
 
     whole_bias = None if bias is None else gathered(bias, hidden.dtype)
     return hidden, gathered(weight, hidden.dtype), whole_bias
-
-
-def layer_of(
-    linear: Any, dtype: torch.dtype | None = None
-) -> tuple[Tensor | QuantizedMatrix, Tensor | None]:
-    """Returns the weight and bias of an ``nn.Linear``; of one of few bits its matrix, and the bias
-    in ``dtype``, in which that computes."""
-    matrix, bias = getattr(linear, "matrix", None), linear.bias
-    if not isinstance(matrix, QuantizedMatrix):
-        return linear.weight, bias
-    return matrix, None if bias is None else bias.to(dtype)
 
 
 def token_factors(factors: Tensor | None, target: Tensor) -> Tensor | None:

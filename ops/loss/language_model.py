@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from .._core.surroundings import is_plain, takes_ops
 from ..functional.cross_entropy import cross_entropy
 from ..functional.linear import linear_forward
-from ..functional.linear_quantized import quantized_linear_forward
-from .inputs import layer_of
+from ..functional.linear_quantized import quantized_linear_forward, weight_and_bias
 from .linear_cross_entropy import linear_cross_entropy
 
 
@@ -41,7 +40,7 @@ def takes_head(head: nn.Linear) -> bool:
     weight = head.weight
     if not is_plain(weight):
         return True
-    if isinstance(layer_of(head)[0], Tensor):
+    if isinstance(weight_and_bias(head)[0], Tensor):
         return takes_ops(weight, (2,))
     return takes_ops(weight.new_empty((0, 0), dtype=torch.float32))  # which few bits decode to
 
@@ -95,7 +94,7 @@ def language_model_loss(
         if denominator is not None:
             named |= {"reduction": "sum", "denominator": denominator}
         named |= {"shift": shift}
-        weight, bias = layer_of(head, hidden.dtype)
+        weight, bias = weight_and_bias(head, hidden.dtype)
         return linear_cross_entropy(hidden, weight, labels, bias, **named, **options)  # type: ignore[return-value]
     if options:
         raise ValueError(

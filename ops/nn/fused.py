@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype
 from ..functional.linear import linear_forward
+from ..functional.linear_quantized import weight_and_bias
 from .functional import mlp_block
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
-from .quantized import Linear4bit, Linear8bit, QuantizedLinear
+from .quantized import Linear4bit, Linear8bit
 
 FEW_ROWS = 16  # of x: a layer of few bits then decodes its weight on the way, which is faster
 
@@ -73,14 +73,6 @@ def _are_of_few_bits(x: Tensor, linears: tuple[Any, ...]) -> bool:
         and x.dtype in FLOATS
         and x.shape[:-1].numel() > FEW_ROWS
     )
-
-
-def weight_and_bias(linear: Any, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
-    """Returns those of a Linear as ``mlp_block`` takes them; few bits as a matrix, and their bias
-    in ``dtype``, as the layer casts it."""
-    if not isinstance(linear, QuantizedLinear):
-        return linear.weight, linear.bias
-    return linear.matrix, None if linear.bias is None else linear.bias.to(dtype)
 
 
 def is_fusible(norm: nn.Module, mlp: nn.Module, x: Tensor) -> bool:

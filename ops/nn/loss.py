@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._core.checks import check_choice
 from ..functional.cross_entropy import REDUCTIONS
-from ..loss.inputs import layer_of
+from ..functional.linear_quantized import weight_and_bias
 from ..loss.linear_cross_entropy import linear_cross_entropy
 
 
@@ -75,7 +75,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
         ``options`` are those of one call, such as ``denominator`` or ``token_weight``.
         """
-        weight, bias = layer_of(self.linear, input.dtype)
+        weight, bias = weight_and_bias(self.linear, input.dtype)
         return linear_cross_entropy(
             input,
             weight,

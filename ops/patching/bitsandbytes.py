@@ -171,14 +171,13 @@ def bitsandbytes_forward(layer: Any, held: Held, x: Tensor) -> Tensor:
 def matrix_for(layer: nn.Module, x: Tensor) -> QuantizedMatrix | None:
     """Returns the matrix of a layer whose ``forward`` is that above and computes in the dtype of
     ``x``; None for any other."""
-    forward = vars(layer).get("forward")
-    if getattr(forward, "func", None) is not bitsandbytes_forward or not is_untouched(layer):
+    held = held_of(layer)
+    if held is None or not is_untouched(layer):
         return None
     if getattr(layer, "compute_dtype", None) not in (None, x.dtype):
         return None
     if not takes_ops(x) or _is_repacked(layer):
         return None
-    held: Any = forward.args[1]
     return held.matrix(layer)
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from .._core.recompute import inside_checkpoint
 from ..functional.glu import glu
+from ..functional.linear_quantized import weight_and_bias
 from ..functional.rope import rope
 from ..nn.flash import attend, repeat_heads, takes_groups
 from ..nn.functional import mlp_block
-from ..nn.fused import can_fuse, is_untouched, weight_and_bias
+from ..nn.fused import can_fuse, is_untouched
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run, SaveLevel
 from .attention import pattern_of, varlen_attention
 from .norms import NormRule, norm_forward
