@@ -232,8 +232,11 @@ def resident(key):
 def test_the_peak_is_that_of_the_result_and_one_tensor(to, memory_path, tmp_path):
     layers = [nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16) for _ in range(8)]
     path = save(nn.Sequential(*layers).state_dict(), memory_path / "model.safetensors")
-    status, printed = run_fresh(tmp_path, measure, path, to)
-    assert status == 0, printed
-    peak, result = json.loads(printed.splitlines()[-1])
+    peaks = []
+    for _ in range(2):  # other memory of the process only ever adds to a peak
+        status, printed = run_fresh(tmp_path, measure, path, to)
+        assert status == 0, printed
+        peak, result = json.loads(printed.splitlines()[-1])
+        peaks.append(peak)
     largest = 2 * 2048 * 4096
-    assert peak <= result + 1.1 * largest + (6 << 20), (peak / 2**20, result / 2**20)
+    assert min(peaks) <= result + 1.1 * largest + (4 << 20), (peaks, result)
