@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .patching import patch, unpatch
-    from .planning import fits, max_batch, plan
+    from .planning import fits, forecast, max_batch, plan
     from .profiling import profile
     from .quantizing import dequantize, load_quantized, quantize
     from .release import release_gradients
@@ -79,7 +79,7 @@ else:
             ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
             ".patching": ("patch", "unpatch"),
-            ".planning": ("fits", "max_batch", "plan"),
+            ".planning": ("fits", "forecast", "max_batch", "plan"),
             ".profiling": ("profile",),
             ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),
@@ -118,6 +118,7 @@ __all__ = [
     "fit",
     "fits",
     "fitting",
+    "forecast",
     "functional",
     "get_include",
     "get_library_dir",
