@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._core.randomness import generators_kept
+from .._core.randomness import generators_in, loader_kept
 from ..step.trees import mapped
 
 __all__ = ["moved", "repeated", "sample_batch"]
@@ -36,7 +34,7 @@ def sample_batch(loader: Any, *, who: str) -> Any:
             f"{who}: the training loader is {type(loader).__name__}, wanted a DataLoader; give "
             "sample_batch="
         )
-    with generators_kept(), _own_generators_kept(loader):
+    with loader_kept(loader):
         data = loader.dataset
         how: dict[str, Any]
         if isinstance(data, IterableDataset):
@@ -54,36 +52,8 @@ def sample_batch(loader: Any, *, who: str) -> Any:
 
 def _copied(sampler: Any, data: Any) -> Any:
     """Returns a sampler that can be used up; the data, which may be large, are not copied."""
-    generators = {id(generator): generator for generator in _generators(sampler)}
+    generators = {id(generator): generator for generator in generators_in(sampler)}
     return copy.deepcopy(sampler, {id(data): data, **generators})
-
-
-@contextmanager
-def _own_generators_kept(loader: Any) -> Iterator[None]:
-    """Puts back the generators that the loader and its samplers draw from."""
-    states = [(generator, generator.get_state()) for generator in _generators(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-def _generators(of: Any) -> list[torch.Generator]:
-    found: dict[int, torch.Generator] = {}
-    seen: set[int] = set()
-    parts = [of]
-    while parts:
-        part = parts.pop()
-        if id(part) in seen or not hasattr(part, "__dict__"):
-            continue
-        seen.add(id(part))
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Generator):
-                found[id(value)] = value
-            elif name.endswith(("sampler", "base_dataloader")):
-                parts.append(value)
-    return list(found.values())
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from .._core import drawing
 from .._core.progress import progress_bar
-from .._core.randomness import generators_kept
+from .._core.randomness import loader_kept
 from .._core.sizes import format_bytes, parse_bytes
 from ..step.errors import PlanError
 from ..step.micro_batches import parts, samples_of
@@ -198,23 +196,10 @@ def forecast(
         raise TypeError(
             f"lengths is a {type(lengths).__name__}: give a DataLoader over it, which makes batches"
         )
-    with generators_kept(), _own_generators_kept(lengths):
+    with loader_kept(lengths):
         epoch = _Epoch(model, optimizer, options, collate, lengths)
     with progress_bar(epoch.distinct, "forecast", unit="size", shown=progress) as bar:
         return epoch.foretold(size, bar.update)
-
-
-@contextmanager
-def _own_generators_kept(loader: Any) -> Iterator[None]:
-    """Keeps the states of the generators that a DataLoader and its sampler were given."""
-    owners = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    given = [getattr(owner, "generator", None) for owner in owners]
-    kept = [(one, one.get_state()) for one in given if isinstance(one, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in kept:
-            generator.set_state(state)
 
 
 class _Epoch:
