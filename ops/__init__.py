@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .release import release_gradients
     from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
+    from .step.micro_batches import micro_batches
 else:
     __getattr__, _ = lazy(
         __name__,
@@ -84,6 +85,7 @@ else:
             ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),
             ".retrying": ("retry_on_oom",),
+            ".step.micro_batches": ("micro_batches",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
         """adapters amp checkpointing fitting grad host integrations loss memory nn optim patching
@@ -136,6 +138,7 @@ __all__ = [
     "loss",
     "max_batch",
     "memory",
+    "micro_batches",
     "merge",
     "nn",
     "optim",

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._core.randomness import generators_in, loader_kept
 from ..step.trees import mapped
 
-__all__ = ["moved", "repeated", "sample_batch"]
+__all__ = ["moved", "sample_batch"]
 
 
 def sample_batch(loader: Any, *, who: str) -> Any:
@@ -60,10 +60,3 @@ def moved(batch: Any, device: torch.device) -> Any:
     """Returns a batch with all tensors on ``device``."""
     # A mapping may know how, and keep more than its items.
     return batch.to(device) if hasattr(batch, "to") else mapped(batch, lambda x: x.to(device))
-
-
-def repeated(batch: Any, times: int) -> Any:
-    """Returns a batch of ``times`` as many samples, which are its own again and again."""
-    if times == 1:
-        return batch
-    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() else x)

@@ -12,7 +12,7 @@ import torch
 from ..fitting import Fitted
 from ..fitting.ranks import gathered, together
 from ..step.description import Step
-from .batches import repeated
+from ..step.micro_batches import repeated
 from .loops import (
     WHOLE_BATCHES,
     FitsLoop,

@@ -14,7 +14,7 @@ from .._core.progress import progress_bar
 from .._core.randomness import loader_kept
 from .._core.sizes import format_bytes, parse_bytes
 from ..step.errors import PlanError
-from ..step.micro_batches import parts, samples_of
+from ..step.micro_batches import largest_part, samples_of
 from .api import plan
 from .polynomials import Form, Polynomials, sizes_of
 from .result import Plan
@@ -320,15 +320,16 @@ class _Epoch:
         count = 2
         while count <= min(MOST_PARTS, samples_of(batch) or 0):
             try:
-                found = self.plan(parts(batch, count)[0], accumulation=count).total_bytes
+                found = self.plan(largest_part(batch, count), accumulation=count).total_bytes
             except PlanError:
                 return None
             if found <= budget:
                 return Remedy(
                     f"{count} micro-batches",
                     found,
-                    f"for part in parts(batch, {count}):  # then one optimizer.step()\n"
-                    f"    (loss_of(model, part) / {count}).backward()",
+                    f"for part, weight in headroom.micro_batches(batch, {count}):\n"
+                    "    with accumulator.micro_batch(weight=weight):  # headroom.GradAccumulator\n"
+                    "        loss_of(model, part).backward()",
                 )
             count *= 2
         return None
