@@ -1,21 +1,29 @@
-"""A batch of a loader, taken without the training noticing."""
+"""The largest batch of a loader, taken without the training noticing."""
 
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._core.randomness import generators_in, loader_kept
+from ..step.micro_batches import bytes_of
 from ..step.trees import mapped
 
 __all__ = ["moved", "sample_batch"]
 
 
+# Batches that are looked at for the largest, and those after which, if all are of one size, no
+# other is expected.
+MOST, ALIKE = 256, 8
+
+
 def sample_batch(loader: Any, *, who: str) -> Any:
-    """Returns a batch such as ``loader`` yields, on the CPU.
+    """Returns the largest of the first batches that ``loader`` yields, on the CPU: of 256, or of 8
+    if these are of one size.
 
     The order of its samples and all random numbers stay as they were: indices come from a copy of
     the sampler, samples are read in this process, and generators are put back. A dataset that is
@@ -44,7 +52,14 @@ def sample_batch(loader: Any, *, who: str) -> Any:
         else:
             how = {"batch_sampler": _copied(loader.batch_sampler, data)}
         plain = DataLoader(data, collate_fn=loader.collate_fn, **how)
-        found = next(iter(plain), None)
+        found, sizes = None, set()
+        for number, batch in enumerate(islice(plain, MOST), start=1):
+            size = bytes_of(batch)
+            if found is None or size > max(sizes):
+                found = batch
+            sizes.add(size)
+            if number >= ALIKE and len(sizes) == 1:
+                break
     if found is None:
         raise ValueError(f"{who}: the training loader has no batch; give sample_batch=")
     return found

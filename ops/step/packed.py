@@ -22,11 +22,14 @@ LONGEST = ("max_length_q", "max_length_k")
 
 
 def ends_of(batch: Any) -> list[int] | None:
-    """Returns 0 and the tokens at which the sequences end that a batch of named tensors holds in
-    its one row, ``[1, tokens, ...]``; None for any other batch, and of fakes.
+    """Returns 0 and the tokens at which the sequences end that a batch of named tensors, or the
+    first of a tuple, holds in its one row, ``[1, tokens, ...]``; None for any other batch, and of
+    fakes.
 
     Ends are told by ``cu_seqlens`` or ``cu_seq_lens_q``, or by ``position_ids`` that begin anew.
     """
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Mapping):
+        return ends_of(batch[0])
     if not isinstance(batch, Mapping) or (tokens := _tokens(batch)) is None:
         return None
     for name in ENDS:
@@ -68,6 +71,8 @@ def spread(ends: Sequence[int], count: int) -> list[range]:
 def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
     """Returns a batch of some of the sequences, in the order of their numbers: a view of the row
     where these follow one another, else a copy."""
+    if not isinstance(batch, Mapping):
+        return type(batch)((chosen(batch[0], ends, numbers), *batch[1:]))
     spans = [
         (ends[run[0]], ends[run[-1] + 1])
         for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
@@ -97,6 +102,8 @@ def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
 
 def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
     """Returns a batch of as many sequences of the mean length, on the meta device."""
+    if not isinstance(batch, Mapping):
+        return type(batch)((resized_row(batch[0], ends, sequences), *batch[1:]))
     tokens = -(-ends[-1] * sequences // (len(ends) - 1))
 
     def resize(x: Tensor) -> Tensor:
