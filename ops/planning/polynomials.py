@@ -18,7 +18,7 @@ from .device import device_share
 from .masks import hidden_by
 from .result import Plan
 
-__all__ = ["Form", "Peaks", "Polynomials"]
+__all__ = ["TOLERANCE", "Form", "Peaks", "Polynomials"]
 
 # The monomials: in each size up to its square, which attention has, and of degree 3 in all, for
 # squares of the length in each of many rows.
