@@ -46,14 +46,19 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def generators_kept(*devices: torch.device | None) -> Iterator[None]:
+def generators_kept(
+    *devices: torch.device | None, own: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
     """Runs a block after which the random numbers of torch, on the CPU and on ``devices``, of
-    Python and of NumPy go on as if it had not run."""
+    Python, of NumPy and of generators of one's ``own`` go on as if it had not run."""
     states = generator_states(device for device in devices if device is not None)
+    own_states = [(generator, generator.get_state()) for generator in own]
     try:
         yield
     finally:
         restore_generators(states)
+        for generator, state in own_states:
+            generator.set_state(state)
 
 
 class Random:

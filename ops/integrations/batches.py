@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ def sample_batch(loader: Any, *, who: str) -> Any:
             f"{who}: the training loader is {type(loader).__name__}, wanted a DataLoader; give "
             "sample_batch="
         )
-    with generators_kept(), _own_generators_kept(loader):
+    with generators_kept(own=_generators(loader)):
         data = loader.dataset
         how: dict[str, Any]
         if isinstance(data, IterableDataset):
@@ -58,18 +56,8 @@ def _copied(sampler: Any, data: Any) -> Any:
     return copy.deepcopy(sampler, {id(data): data, **generators})
 
 
-@contextmanager
-def _own_generators_kept(loader: Any) -> Iterator[None]:
-    """Puts back the generators that the loader and its samplers draw from."""
-    states = [(generator, generator.get_state()) for generator in _generators(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
 def _generators(of: Any) -> list[torch.Generator]:
+    """Returns the generators that a loader or a sampler and its samplers draw from."""
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
     parts = [of]
