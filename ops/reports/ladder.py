@@ -7,7 +7,7 @@ from typing import Any
 
 from .._core.text import quoted
 from .kinds import color_of
-from .limits import number, text
+from .limits import checked, number, text
 
 __all__ = ["described", "is_ladder"]
 
@@ -63,9 +63,7 @@ def _size(rung: Mapping[str, Any]) -> str | None:
 
 
 def _rung(rung: Any) -> dict[str, Any]:
-    if not isinstance(rung, Mapping):
-        raise ValueError(f"a rung is a {type(rung).__name__}, wanted an object")
-    sizes = rung.get("bytes")
+    sizes = checked(rung, Mapping, "a rung").get("bytes")
     if not isinstance(sizes, Mapping) or len(sizes) > 20:
         raise ValueError("a rung has no bytes by kind")
     made: dict[str, Any] = {
