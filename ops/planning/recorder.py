@@ -95,11 +95,11 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, storage: Any, kind: str, op: str | None, module: str | None) -> None:
         key, at = storage._cdata, len(self.allocations)
-        made = Allocation(
+        allocation = Allocation(
             at, storage.nbytes(), self.now, None, kind, module, op, self.phase, self.step
         )
         self.now += 1
-        self.allocations.append(made)
+        self.allocations.append(allocation)
         self._live[key] = weakref.ref(storage, lambda _: self._died(key, at)), at
 
     def _died(self, key: int, at: int) -> None:
@@ -228,14 +228,14 @@ class Recorder(TorchDispatchMode):
         held = []
         for size, kind in extra:
             at = len(self.allocations)
-            made = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
+            one = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
             self.now += 1
-            self.allocations.append(made)
-            held.append(made)
+            self.allocations.append(one)
+            held.append(one)
         result = func(*args, **kwargs)
         self._note(result, name, module)
-        for made in held:
-            made.end = self.now
+        for one in held:
+            one.end = self.now
         if held:
             self.now += 1
         return result

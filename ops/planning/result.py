@@ -191,8 +191,8 @@ class Plan:
             found = groups.setdefault((owner.kind, ".".join(parts)), [0, 0])
             found[0] += owner.bytes
             found[1] += owner.count
-        made = [Owner(kind, name, None, (), *sizes) for (kind, name), sizes in groups.items()]
-        return sorted(made, key=lambda owner: -owner.bytes)
+        owners = [Owner(kind, name, None, (), *sizes) for (kind, name), sizes in groups.items()]
+        return sorted(owners, key=lambda owner: -owner.bytes)
 
     __str__ = table
 

@@ -48,17 +48,17 @@ def mapped(
         if isinstance(leaf, Tensor):
             return change(leaf)
         if isinstance(leaf, MutableMapping):  # a loss may read the attributes of a batch
-            made = copy.copy(leaf)
-            made.update({key: mapped(item, change, other) for key, item in leaf.items()})
-            return made
+            copied = copy.copy(leaf)
+            copied.update({key: mapped(item, change, other) for key, item in leaf.items()})
+            return copied
         if isinstance(leaf, (list, tuple)):
             return type(leaf)(mapped([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made = copy.copy(leaf)
+            copied = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 value = getattr(leaf, field.name, None)
-                object.__setattr__(made, field.name, mapped(value, change, other))
-            return made
+                object.__setattr__(copied, field.name, mapped(value, change, other))
+            return copied
         return other(leaf)
 
     return tree_map(replaced, value)

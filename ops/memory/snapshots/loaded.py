@@ -226,8 +226,8 @@ class _Reader:
                 address, size = _number(entry, "addr", where), _number(entry, "size", where)
                 if (lost := self._live.pop(address, None)) is not None:
                     lost.end = index
-                made = self._live[address] = self._made(entry, size, index, where)
-                self.allocations.append(made)
+                allocation = self._live[address] = self._made(entry, size, index, where)
+                self.allocations.append(allocation)
             elif action == "free_completed":
                 index += 1
                 self._step(time)
@@ -256,13 +256,13 @@ class _Reader:
 
     def _made(self, entry: Mapping[str, Any], size: int, start: int, where: str) -> Allocation:
         stack, phase = self._lines(entry.get("frames", ()), where)
-        made = Allocation(0, size, start, stack=stack)  # it is numbered when all are known
+        found = Allocation(0, size, start, stack=stack)  # it is numbered when all are known
         tag = self._tag(entry)
         if tag is not None:
-            made.kind, made.module, made.op, made.phase, made.step = tag
+            found.kind, found.module, found.op, found.phase, found.step = tag
         elif phase is not None:
-            made.phase = phase
-        return made
+            found.phase = phase
+        return found
 
     def _tag(self, entry: Mapping[str, Any]) -> Tag | None:
         text, category = entry.get("user_metadata"), entry.get("category")
