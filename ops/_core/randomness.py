@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +59,30 @@ def generators_kept(
         restore_generators(states)
         for generator, state in own_states:
             generator.set_state(state)
+
+
+def loader_kept(loader: Any) -> AbstractContextManager[None]:
+    """Returns a context that reads from a DataLoader, after which all random numbers, also those of
+    the generators that it and its samplers draw from, go on as if it had not run."""
+    return generators_kept(own=generators_in(loader))
+
+
+def generators_in(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that a DataLoader, or a sampler, and its samplers hold."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    parts = [loader]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif name.endswith(("sampler", "base_dataloader")):
+                parts.append(value)
+    return list(found.values())
 
 
 class Random:
