@@ -36,7 +36,8 @@ def mapped(
 ) -> Any:
     """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
     which each tensor is replaced by what ``change`` returns for it. Everything else is replaced by
-    what ``other`` returns, or else shared."""
+    what ``other`` returns, or else shared; so are tuples that know how they move, such as a
+    ``PackedSequence``, because some of its tensors stay on the host."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -45,7 +46,7 @@ def mapped(
             made = copy.copy(leaf)
             made.update({key: mapped(item, change, other) for key, item in leaf.items()})
             return made
-        if isinstance(leaf, (list, tuple)):
+        if isinstance(leaf, (list, tuple)) and not _moves_itself(leaf):
             return type(leaf)(mapped([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             made = copy.copy(leaf)
@@ -55,7 +56,11 @@ def mapped(
             return made
         return other(leaf)
 
-    return tree_map(replaced, value)
+    return tree_map(replaced, value, is_leaf=_moves_itself)
+
+
+def _moves_itself(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "to")
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
