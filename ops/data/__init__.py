@@ -1,6 +1,9 @@
-"""Feeds training steps: batches that are on the device before they are needed, and advice on the
-workers that make them."""
+"""Feeds training steps: the settings that a loader should have, and batches that are on the device
+before they are needed."""
 
+from .advice import LoaderAdvice, advise, tuned
+from .costs import LoaderCosts
 from .prefetch import DevicePrefetcher
+from .settings import Settings
 
-__all__ = ["DevicePrefetcher"]
+__all__ = ["DevicePrefetcher", "LoaderAdvice", "LoaderCosts", "Settings", "advise", "tuned"]
