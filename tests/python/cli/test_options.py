@@ -57,7 +57,7 @@ USAGE = {
     "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
     "[--param-dtype {float32,bfloat16,float16}] [--block-size BLOCK_SIZE] "
     "[--min-8bit-size MIN_8BIT_SIZE] [--json] IN OUT",
-    "doctor": "[--json]",
+    "doctor": "[--loader MODULE:FUNCTION] [--json]",
 }
 
 
