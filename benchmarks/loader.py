@@ -151,9 +151,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         ),
         Case(
             "one processor",
-            "16 texts of 2,000 words split in Python, a step that computes in Python",
-            of(lambda count: Words(count, 2000), 16),
-            computing(100_000),
+            "16 texts of 1,000 words split in Python, a step that computes in Python",
+            of(lambda count: Words(count, 1000), 16),
+            computing(50_000),
             one_cpu=True,
         ),
     ]

@@ -95,6 +95,41 @@ def test_memory_is_not_freed_before_its_copy_is_done(taken, monkeypatch):
     assert engine.errors == []
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loader_may_write_its_memory_again_two_batches_later(policy, monkeypatch):
+    def reusing():
+        buffers = torch.empty(2, 3, 4)
+        for i in range(6):
+            yield buffers[i % 2].fill_(i)
+
+    engine, seen = adversary(policy), []
+    with copying_with(engine, monkeypatch):
+        for batch in DevicePrefetcher(reusing(), "cpu"):
+            engine.compute(lambda batch=batch: seen.append(batch.clone()))
+        engine.finish_compute()
+    assert torch.equal(torch.stack(seen), torch.stack(batches()))
+
+
+def test_memory_of_a_batch_that_cannot_be_copied_whole_is_waited_for(monkeypatch):
+    class Bad:
+        def to(self, device):
+            raise ValueError("cannot move")
+
+    def loader():
+        yield torch.ones(3)
+        yield [torch.ones(3), Bad()]
+
+    with copying_with(Late(), monkeypatch) as engine:
+        iterator = iter(DevicePrefetcher(loader(), "cpu"))
+        next(iterator)
+        with pytest.raises(ValueError, match="cannot move"):
+            next(iterator)
+        del iterator
+        gc.collect()
+        engine.finish()
+    assert engine.errors == []
+
+
 def test_a_test_notices_a_wait_that_is_left_out(monkeypatch):
     with copying_with(Late(), monkeypatch) as engine:
         list(DevicePrefetcher(Noted(), "cpu"))
@@ -204,21 +239,21 @@ def test_a_loader_that_goes_on_after_an_error_does_so(monkeypatch):
     assert seen == [0, 1, "ValueError", 3, 4, "ValueError", "StopIteration", "StopIteration"]
 
 
-def test_no_batch_is_lost_when_fetching_the_next_is_interrupted(monkeypatch):
+@pytest.mark.parametrize("at", [1, 2])
+def test_no_batch_is_lost_when_fetching_the_next_is_interrupted(at, monkeypatch):
     class Interrupted(Noted):
         def __iter__(self):
             for i in range(4):
-                if i == 2 and self.asked < 3:
-                    self.asked = 3
+                if i == at:
                     raise KeyboardInterrupt
                 yield torch.tensor(i)
 
     with copying_with(Late(), monkeypatch):
         iterator = iter(DevicePrefetcher(Interrupted(), "cpu"))
-        assert next(iterator) == 0
+        seen = [next(iterator)] if at == 2 else []
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
-        assert next(iterator) == 1
+        assert [*seen, next(iterator)] == [*range(at)]
 
 
 def test_what_is_no_loader_or_device_is_refused():
