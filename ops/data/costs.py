@@ -7,7 +7,7 @@ import copy
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .._core.randomness import generators_kept
+from .._core.randomness import loader_kept
 from ..step.trees import tensors_in
 from .settings import Settings, is_iterable, settings_of, with_settings
 
@@ -106,7 +106,7 @@ def measured(
         timed_step: seconds of a step, of the clock and of processors, where they are known.
         blocked: seconds that a step waits for the loader, where they are known.
     """
-    with generators_kept(), _own_generators_kept(loader):
+    with loader_kept(loader):
         trials = _Trials(loader)
         here, there = [], []
         failure = ""
@@ -320,22 +320,3 @@ def _private_bytes(pids: list[int]) -> int:
             found = re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.M)
             size += sum(int(kib) << 10 for kib in found)
     return size
-
-
-@contextlib.contextmanager
-def _own_generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """Lets the generators of a loader and its samplers go on as if nothing had drawn from them."""
-    samplers = [loader.sampler, loader.batch_sampler]
-    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
-    found = {
-        id(value): value
-        for part in (loader, *samplers, loader.dataset)
-        for value in getattr(part, "__dict__", {}).values()
-        if isinstance(value, torch.Generator)
-    }
-    states = [(generator, generator.get_state()) for generator in found.values()]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)

@@ -34,9 +34,9 @@ class DevicePrefetcher:
     and nothing is fetched ahead.
 
     Iterate on the stream that computes: it waits for the copies. A loader that uses its memory
-    again must leave a batch as it is until two more have been asked for. An error of the loader is raised
-    in place of the batch that it stopped. All attributes that are not listed here are those of the
-    loader, such as ``dataset`` and ``sampler``. If the loader has ``state_dict`` and
+    again must leave a batch as it is until two more have been asked for. An error of the loader is
+    raised in place of the batch that it stopped. All attributes that are not listed here are those
+    of the loader, such as ``dataset`` and ``sampler``. If the loader has ``state_dict`` and
     ``load_state_dict``, as torchdata's ``StatefulDataLoader``, so has this: the state is that of a
     loader from which only the batches that were given out have been fetched, so that a resumed run
     begins with the batch after them.
