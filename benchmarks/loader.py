@@ -115,8 +115,10 @@ class Case:
 def cases(device: torch.device, quick: bool) -> list[Case]:
     batches = 3 if quick else 30
 
-    def of(data: Callable[[int], Dataset[Any]], size: int) -> Callable[[], DataLoader[Any]]:
-        return lambda: DataLoader(data(batches * size), batch_size=size)
+    def of(
+        data: Callable[[int], Dataset[Any]], size: int, count: int = batches
+    ) -> Callable[[], DataLoader[Any]]:
+        return lambda: DataLoader(data(count * size), batch_size=size)
 
     return [
         Case(
@@ -128,7 +130,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         Case(
             "large batches",
             "batches of 38 MB from memory, a step of 10 ms",
-            of(lambda count: Large(count, 150_528), 64),
+            of(lambda count: Large(count, 150_528), 64, min(batches, 12)),
             sleeping(0.010),
         ),
         Case(

@@ -108,7 +108,7 @@ def advise(
     Args:
         loader: a :class:`torch.utils.data.DataLoader`, or a subclass such as torchdata's
             ``StatefulDataLoader``.
-        step: what is made of a batch: a function, which is called with up to a hundred batches,
+        step: what is made of a batch: a function, which is called with batches for some seconds,
             so that it should train a copy; or the seconds of a step; or a
             :func:`headroom.profile` or its result, which know how long steps took and how long
             they waited. None: nothing, so that the loader should be as fast as it can be.
@@ -155,7 +155,13 @@ def _advised(
         )
     else:
         best = model.best(pins)
-    reasons += _reasons(model, best, current, can_persist, has_gpu)
+    if best.num_workers or not is_iterable(loader):
+        reasons += _reasons(model, best, can_persist)
+    if has_gpu:
+        pinned = "are pinned already" if costs.is_pinned else "are copied to a GPU"
+        reasons.append(f"Batches {pinned}: copies from pinned memory run beside the step.")
+    elif current.pin_memory:
+        reasons.append("There is no GPU that pinned memory would be copied to.")
     seconds, now = (_known(model, one) for one in (best, current))
     rule = RULE * host.gpus
     saved = None
@@ -255,10 +261,8 @@ def _step_of(
     return None, (float(step), float(step)), None  # a processor starts the work of a GPU
 
 
-def _reasons(
-    model: Model, best: Settings, current: Settings, can_persist: bool, has_gpu: bool
-) -> list[str]:
-    """Returns why the settings are best, as sentences."""
+def _reasons(model: Model, best: Settings, can_persist: bool) -> list[str]:
+    """Returns why so many workers are best, as sentences."""
     costs, host, found = model.costs, model.host, []
     if costs.failure:
         return [f"Workers cannot be used: {costs.failure}"]
@@ -308,11 +312,6 @@ def _reasons(
             )
         elif not can_persist:
             found.append("The dataset has set_epoch, which workers that persist would not see.")
-    if has_gpu:
-        pinned = "are pinned already" if costs.is_pinned else "are copied to a GPU"
-        found.append(f"Batches {pinned}: copies from pinned memory run beside the step.")
-    elif current.pin_memory:
-        found.append("There is no GPU that pinned memory would be copied to.")
     return found
 
 

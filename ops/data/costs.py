@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .._core.randomness import loader_kept
@@ -302,8 +303,8 @@ def _touch(batch: Any) -> None:
     """Reads a byte of each page, as what uses a batch will: memory that is shared with a worker is
     mapped then."""
     for x in tensors_in(batch):
-        if x.device.type == "cpu" and x.numel() and x.layout is torch.strided:
-            (x.view(-1)[:: PAGE // x.element_size()] if x.is_contiguous() else x).sum()
+        if type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided:
+            x.detach().contiguous().view(-1).view(torch.uint8)[::PAGE].sum()
 
 
 def _synchronize() -> None:
