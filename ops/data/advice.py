@@ -132,14 +132,25 @@ def advise(
         None if shared is None else shared // ranks,
         max(1, gpus // ranks),
     )
-    return _advised(loader, costs, host, has_gpu=gpus > 0)
+    busy = os.getloadavg()[0]
+    others = ()
+    if busy > 1 + (os.cpu_count() or 1):
+        others = (
+            f"Other programs keep this machine busy, at a load of {busy:.1f}: on an idle one "
+            "batches take less time, and wait less for processors.",
+        )
+    return _advised(loader, costs, host, gpus > 0, others)
 
 
 def _advised(
-    loader: DataLoader[Any], costs: LoaderCosts, host: Host, has_gpu: bool
+    loader: DataLoader[Any],
+    costs: LoaderCosts,
+    host: Host,
+    has_gpu: bool,
+    remarks: tuple[str, ...] = (),
 ) -> LoaderAdvice:
-    """Returns the advice that costs lead to."""
-    current, reasons = settings_of(loader), list[str]()
+    """Returns the advice that costs lead to. Remarks are reasons besides."""
+    current, reasons = settings_of(loader), [*remarks]
     least = 0
     if loader.worker_init_fn is not None and current.num_workers:
         least = 1
