@@ -111,7 +111,7 @@ def test_defaults():
         ("convert", "a", "b", "--to", "torch"): {"source": a, "target": b, "to": "torch"}
         | {"from_": None, "key": None, "param_dtype": None, "block_size": None}
         | {"min_8bit_size": 4096},
-        ("doctor",): {},
+        ("doctor",): {"loader": None},
     }
     for words, wanted in expected.items():
         found = vars(read(*words))
