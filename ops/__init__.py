@@ -11,7 +11,8 @@ low-rank adapters beside them,
 :mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
 bytes go, :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
 :mod:`headroom.fitting` the fastest way to train within a budget, :mod:`headroom.retrying` steps
-that are repeated when memory runs out, :mod:`headroom.reports` pictures of these,
+that are repeated when memory runs out, :mod:`headroom.data` batches that are there in time,
+:mod:`headroom.reports` pictures of these,
 :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
 training loops need.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         adapters,
         amp,
         checkpointing,
+        data,
         fitting,
         host,
         integrations,
@@ -88,8 +90,8 @@ else:
             ".step.micro_batches": ("micro_batches",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
-        """adapters amp checkpointing fitting grad host integrations loss memory nn optim patching
-        planning profiling quantizing release reports retrying state""".split(),
+        """adapters amp checkpointing data fitting grad host integrations loss memory nn optim
+        patching planning profiling quantizing release reports retrying state""".split(),
     )
     # Names that were there first, of packages that need that of optimizers.
     lent["headroom.optim"] = {
@@ -116,6 +118,7 @@ __all__ = [
     "checkpointing",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "data",
     "dequantize",
     "fit",
     "fits",

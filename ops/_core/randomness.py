@@ -63,12 +63,12 @@ def generators_kept(
 
 def loader_kept(loader: Any) -> AbstractContextManager[None]:
     """Returns a context that reads from a DataLoader, after which all random numbers, also those of
-    the generators that it and its samplers draw from, go on as if it had not run."""
+    the generators that it, its samplers and its dataset draw from, go on as if it had not run."""
     return generators_kept(own=generators_in(loader))
 
 
 def generators_in(loader: Any) -> list[torch.Generator]:
-    """Returns the generators that a DataLoader, or a sampler, and its samplers hold."""
+    """Returns the generators that a DataLoader, or a sampler, its samplers and its dataset hold."""
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
     parts = [loader]
@@ -80,7 +80,7 @@ def generators_in(loader: Any) -> list[torch.Generator]:
         for name, value in vars(part).items():
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            elif name.endswith(("sampler", "base_dataloader")):
+            elif name.endswith(("sampler", "base_dataloader", "dataset")):
                 parts.append(value)
     return list(found.values())
 

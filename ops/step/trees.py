@@ -42,7 +42,8 @@ def mapped(
 ) -> Any:
     """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
     which each tensor is replaced by what ``change`` returns for it. Everything else is replaced by
-    what ``other`` returns, or else shared."""
+    what ``other`` returns, or else shared; so are tuples that know how they move, such as a
+    ``PackedSequence``, because some of its tensors stay on the host."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -51,7 +52,7 @@ def mapped(
             copied = copy.copy(leaf)
             copied.update({key: mapped(item, change, other) for key, item in leaf.items()})
             return copied
-        if isinstance(leaf, (list, tuple)):
+        if isinstance(leaf, (list, tuple)) and not _moves_itself(leaf):
             return type(leaf)(mapped([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             copied = copy.copy(leaf)
@@ -61,7 +62,11 @@ def mapped(
             return copied
         return other(leaf)
 
-    return tree_map(replaced, value)
+    return tree_map(replaced, value, is_leaf=_moves_itself)
+
+
+def _moves_itself(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "to")
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
