@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._core.atomic import replacing
+from .._core.dtensor import gathered
+from .._core.fsdp import fsdp_class
 from ..nn.lora import Adapter, LoRALinear, attach, features_of, lora_layers, takes_adapters
 from ..nn.quantized import QuantizedLinear
 from .file.safetensors import entries_in, read, write_plain
@@ -67,14 +69,15 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     ``modules_to_save``.
 
     Args:
-        model: has the adapter. It may be inside DDP or ``torch.compile``.
+        model: has the adapter. It may be inside DDP or ``torch.compile``. Of one that FSDP2 has
+            sharded, all ranks call this together: what is saved is gathered, and the first writes.
         folder: is made if it is missing. Both files in it are replaced, each as a whole.
         name: of the adapter. As in PEFT, another one than "default" goes to a folder of its name in
             this one.
 
     Raises:
         OSError: the system refuses.
-        TypeError: a tensor is a DTensor, or without values.
+        TypeError: a tensor is without values.
         ValueError: the model has no such adapter; layers differ in what the files have once; or
             what trains cannot be said in them.
     """
@@ -93,10 +96,13 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     config = _config(model, {path: one.adapters[name] for path, one in layers.items()}, saved)
     text = json.dumps(config, indent=2, sort_keys=True)
     place = os.path.join(folder, "" if name == "default" else name)
-    write_plain(os.path.join(place, TENSORS), dict(sorted(tensors.items())), {"format": "pt"})
-    with replacing(os.path.join(place, CONFIG)) as number:
-        with open(number, "w", encoding="utf-8", closefd=False) as file:
-            file.write(text)
+    with gathered(dict(sorted(tensors.items()))) as whole:
+        if whole is None:
+            return  # another rank writes
+        write_plain(os.path.join(place, TENSORS), whole, {"format": "pt"})
+        with replacing(os.path.join(place, CONFIG)) as number:
+            with open(number, "w", encoding="utf-8", closefd=False) as file:
+                file.write(text)
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "default") -> None:
@@ -159,7 +165,8 @@ def _config(
     alphas = {path: _whole(one.alpha) for path, one in adapters.items()}
     rank, alpha = _most(ranks), _most(alphas)
     settings = getattr(model, "config", None)
-    kind = type(model)
+    fsdp = fsdp_class("FSDPModule")  # fully_shard() makes subclasses
+    kind = next(one for one in type(model).__mro__ if not issubclass(one, fsdp))
     return DEFAULTS | {
         "alpha_pattern": _pattern(alphas, alpha),
         "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},

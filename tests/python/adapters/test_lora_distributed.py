@@ -3,6 +3,8 @@
 The functions without `test_` in their name run on both ranks (helpers/ranks.py).
 """
 
+from pathlib import Path
+
 import headroom
 import pytest
 import torch
@@ -79,8 +81,43 @@ def fsdp(rank, to, folder):
     for refused in (headroom.merge, lambda model: headroom.lora(model, name="other")):
         with pytest.raises(TypeError, match="is a DTensor"):
             refused(model)
-    with pytest.raises(TypeError, match="is a DTensor"):
-        headroom.state.save_adapter(model, folder)
+    headroom.state.save_adapter(model, folder)
+    by_one = f"{folder}/of {rank}"
+    headroom.state.save_adapter(alone, by_one)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (Path(folder) / name).read_bytes() == (Path(by_one) / name).read_bytes()
+    (Path(folder) / "file").touch()
+    if rank == 0:  # the others do not wait for what is not written
+        with pytest.raises(OSError):
+            headroom.state.save_adapter(model, f"{folder}/file")
+    else:
+        headroom.state.save_adapter(model, f"{folder}/file")
+
+
+def steps(rank, to, folder):
+    """Adapters train in shards or in buckets as they do alone, and packed bytes stay."""
+    alone, buckets = model_of(to), DistributedDataParallel(model_of(to))
+    shards = model_of(to)
+    models = [buckets]
+    if to is None or can_shard():
+        fully_shard(shards, mesh=mesh())
+        models.append(shards)
+    packed = [p.detach().clone() for p in alone.parameters() if not p.requires_grad]
+    for model in [alone, *models]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = headroom.optim.AdamW(trained, lr=0.1)
+        for _ in range(3):
+            for k in range(2) if model is alone else [rank]:
+                x = torch.randn(4, 24, generator=torch.Generator().manual_seed(k))
+                (model(x).square().mean() / (2 if model is alone else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        frozen = whole([p for p in model.parameters() if not p.requires_grad])
+        assert_same_bits(frozen, packed)
+        wanted = [p.detach() for p in alone.parameters() if p.requires_grad]
+        for mine, other in zip(whole(trained), wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+            assert mine.abs().max() > 0.1
 
 
 def mixed(rank, to, folder):
@@ -96,6 +133,6 @@ def mixed(rank, to, folder):
 
 
 @pytest.mark.parametrize("to", [None, "nf4", "int8"])
-@pytest.mark.parametrize("scenario", [ddp, fsdp, mixed])
+@pytest.mark.parametrize("scenario", [ddp, fsdp, mixed, steps])
 def test_in_two_processes(scenario, to, ranks, tmp_path):
     ranks(scenario, to, str(tmp_path))
