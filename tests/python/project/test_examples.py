@@ -20,6 +20,7 @@ from headroom.state.tree import decode
 import convergence
 import data
 import ladder
+import qlora
 import train as examples_train
 from helpers.empty_host import empty_host
 from model import GPT, SIZES, HeadroomGPT, Size, renamed
@@ -401,3 +402,65 @@ def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text
     assert abs(eight_bit - f32) < 0.3 < code_0 - f32
     as_they_are = replace(setting, sigma=0.0)  # the gradients were widened above
     assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
+
+
+@pytest.fixture
+def small_qlora(monkeypatch, tmp_path, text):
+    config = headroom.nn.TransformerConfig(256, hidden_size=32, layers=2, heads=2, features=64)
+    values = dict(CONFIG=config, CONTEXT=32, BASE_STEPS=8, LR=2e-2)
+    for name, value in values.items():
+        monkeypatch.setattr(qlora, name, value)
+    arguments = ["--data", text, "--steps", "40", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["qlora.py", *arguments])
+    return tmp_path / "adapter"
+
+
+def test_qlora_from_the_weights_to_a_file_and_back(small_qlora, capsys):
+    assert qlora.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("PASSED") == 6 and "FAILED" not in shown and "loaded by PEFT" in shown
+    assert {path.name for path in small_qlora.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_qlora_without_peft(small_qlora, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert qlora.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("PASSED") == 5 and "PEFT is not installed: it does not load" in shown
+
+
+def test_qlora_fails_where_nothing_is_learned_or_loaded(small_qlora, monkeypatch, capsys):
+    def frozen(model, *arguments, **options):
+        report = headroom.adapters.lora(model, *arguments, **options)
+        for name, param in model.named_parameters():
+            if ".lora_B." in name:
+                param.register_hook(torch.zeros_like)
+        return report
+
+    monkeypatch.setattr(qlora.headroom, "lora", frozen)
+    assert qlora.main() == 1
+    assert "FAILED: the loss falls" in capsys.readouterr().out
+
+
+def test_a_merge_of_another_scale_fails(small_qlora, monkeypatch, capsys):
+    delta = headroom.nn.LoRALinear.delta
+    monkeypatch.setattr(headroom.nn.LoRALinear, "delta", lambda *args: 0.99 * delta(*args))
+    assert qlora.main() == 1
+    assert "FAILED: merged" in capsys.readouterr().out
+
+
+def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
+    convergence_adapters = pytest.importorskip("convergence_adapters")
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(convergence_adapters, "BASE_STEPS", 4)
+    convergence_adapters.base.cache_clear()
+    for setting in convergence_adapters.SETTINGS.values():
+        theirs, ours, control = (
+            convergence_adapters.held_out(setting, mode, 0, 12, text)
+            for mode in setting.modes.values()
+        )
+        assert abs(theirs - ours) < 2e-3 < 0.05 < control - ours
+    convergence_adapters.base.cache_clear()
