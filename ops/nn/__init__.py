@@ -8,7 +8,7 @@ from .block import LAYOUTS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear
-from .lora import Adapter, LoRAEmbedding, LoRALinear
+from .lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
@@ -31,6 +31,7 @@ __all__ = [
     "Linear8bit",
     "LinearCrossEntropyLoss",
     "LoRAEmbedding",
+    "LoRALayer",
     "LoRALinear",
     "MLP",
     "Pattern",

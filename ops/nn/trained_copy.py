@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .fused import is_untouched
 from .switched import Switched
 
 
@@ -69,3 +70,8 @@ class TrainedCopy(Switched):
             if name == "original_module" or "original_module" not in self._modules:
                 raise  # it is being made
             return getattr(self.current, name)
+
+
+def called(module: Any) -> Any:
+    """Returns the module that a call of this one runs: the copy of an adapter, if it is no more."""
+    return module.current if isinstance(module, TrainedCopy) and is_untouched(module) else module

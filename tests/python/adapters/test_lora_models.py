@@ -313,6 +313,19 @@ def test_copies_of_modules_are_switched_with_their_adapters():
     assert model.head.names == ["default"]
 
 
+def test_the_loss_reads_the_copy_of_a_head():
+    """Without logits, as of a head that has no copy."""
+    model, inputs = model_of("Llama"), inputs_of()
+    headroom.lora(model, 2, modules_to_save=["lm_head"])
+    shake(model).lm_head.weight.data += 0.1
+    wanted = gradients(model, **inputs)
+    headroom.patch(model, loss=True)
+    assert model(**inputs).logits is None
+    assert error(gradients(model, **inputs), wanted) < 1e-5
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert model(**inputs).logits is not None
+
+
 def test_what_cannot_be_trained_by_a_copy():
     tied = model_of("Llama", tie_word_embeddings=True)
     with pytest.raises(ValueError, match="'lm_head' and 'model.embed_tokens' have the same weight"):
