@@ -22,14 +22,17 @@ pytestmark = pytest.mark.gloo
 
 
 def model_of(to, seed=1):
+    """Returns a model of quantized layers, or one with all that adapters may have."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 36), nn.ReLU(), nn.Linear(36, 24), nn.Linear(24, 4))
-    if to is not None:
+    if to in ("nf4", "int8"):
         headroom.quantize(model, to)
-    headroom.lora(model, 2)
+    headroom.lora(model, 2, dora=to == "dora", modules_to_save=["3"] if to == "dora" else [])
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
+        if "magnitude" in name or "modules_to_save" in name:
+            p.data += 0.3
     return model
 
 
@@ -68,7 +71,7 @@ def can_shard():
 
 
 def fsdp(rank, to, folder):
-    if to is not None and not can_shard():
+    if to in ("nf4", "int8") and not can_shard():
         return
     model, alone = model_of(to), model_of(to)
     for layer in (model[0], model[2]):
@@ -99,7 +102,7 @@ def steps(rank, to, folder):
     alone, buckets = model_of(to), DistributedDataParallel(model_of(to))
     shards = model_of(to)
     models = [buckets]
-    if to is None or can_shard():
+    if to not in ("nf4", "int8") or can_shard():
         fully_shard(shards, mesh=mesh())
         models.append(shards)
     packed = [p.detach().clone() for p in alone.parameters() if not p.requires_grad]
@@ -122,7 +125,7 @@ def steps(rank, to, folder):
 
 def mixed(rank, to, folder):
     """x and dense weights in bfloat16, and adapters that FSDP2 has cast too."""
-    if to is not None and not can_shard():
+    if to in ("nf4", "int8") and not can_shard():
         return
     model, alone = model_of(to), model_of(to).bfloat16()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -132,7 +135,7 @@ def mixed(rank, to, folder):
         assert (mine - wanted).norm() < 2e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("to", [None, "nf4", "int8"])
+@pytest.mark.parametrize("to", [None, "dora", "nf4", "int8"])
 @pytest.mark.parametrize("scenario", [ddp, fsdp, mixed, steps])
 def test_in_two_processes(scenario, to, ranks, tmp_path):
     ranks(scenario, to, str(tmp_path))
