@@ -93,13 +93,17 @@ else:
         """adapters amp checkpointing data fitting grad host integrations loss memory nn optim
         patching planning profiling quantizing release reports retrying state""".split(),
     )
-    # Names that were there first, of packages that need that of optimizers.
+    # Names that belong to a package for its users, and are in one that needs it.
     lent["headroom.optim"] = {
         "ReleaseHandle": "headroom.release",
         "check_same_state": "headroom.state",
         "convert_state": "headroom.state",
         "load_sharded": "headroom.state",
         "release_gradients": "headroom.release",
+    }
+    lent["headroom.state"] = {
+        "load_adapter": "headroom.adapters",
+        "save_adapter": "headroom.adapters",
     }
     advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
