@@ -189,6 +189,21 @@ def test_adapters_after_a_patch_and_quantizing_after_adapters():
     assert 0 < error(low, wanted) < 0.1
 
 
+def test_copies_that_train_and_what_they_are_made_of_are_not_quantized():
+    model, inputs = model_of("Llama"), inputs_of()
+    headroom.lora(model, 2, modules_to_save=["lm_head"])
+    headroom.lora(model, 2, modules_to_save=["lm_head"], name="second")
+    report = headroom.quantize(shake(model))
+    assert len(report.quantized) == 14
+    assert {one.name for one in report.left if "lm_head" in one.name} == {
+        "lm_head.original_module.weight",
+        "lm_head.modules_to_save.default.weight",
+        "lm_head.modules_to_save.second.weight",
+    }
+    use_adapters(model, "default")
+    assert "lm_head.modules_to_save.default.weight" in gradients(model, **inputs)
+
+
 def test_several_adapters_are_switched_summed_and_disabled():
     model, ids = Model().eval(), torch.arange(5)
     plain = model(ids)
