@@ -11,6 +11,7 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
+from .momentum import SGD, Lion
 from .paging import OffloadHandle
 from .paging.api import offload
 
@@ -18,11 +19,13 @@ if not TYPE_CHECKING:  # names that the root lends
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
+    "SGD",
     "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Lion",
     "OffloadHandle",
     "Optimizer",
     "StateMemory",
