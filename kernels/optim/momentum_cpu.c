@@ -2,15 +2,16 @@
  * momentum_cpu.c: the CPU step of SGD and Lion. One parallel region covers the elements of the whole
  * list.
  *
- * The loop takes binary32, in place where a tensor has it. Everything else is converted a tile at a
- * time, which stays in the first-level cache: so one loop for each formula serves every type and
- * every mode of weights. A step computes little, and memory bounds it.
+ * The loop takes binary32, in place where a tensor has it. Everything else, codes of moments among
+ * it, is converted a tile at a time, which stays in the first-level cache: so one loop for each
+ * formula serves every type and every mode of weights. A step computes little, and memory bounds it.
  */
 #include "kernels/core/halves_cpu.h"
 #include "kernels/optim/momentum.h"
+#include "kernels/quant/signed_codes_cpu.h"
 #include "kernels/weights/weights_cpu.h"
 
-#define MOMENTUM_TILE WEIGHTS_TILE
+#define MOMENTUM_TILE 512 /* elements: whole blocks of codes */
 
 /* The tensors of one parameter, and the constants of its step. */
 typedef struct momentum_part {
@@ -18,6 +19,8 @@ typedef struct momentum_part {
     momentum_kind kind;
     void *param, *moment;
     const void *grad;
+    float *absmax;  /* NULL: moments are numbers */
+    int block_size; /* of codes, else 1 */
     hr_dtype param_dtype, moment_dtype, grad_dtype;
     const weights_tensor *weights; /* NULL: params are plain */
 } momentum_part;
@@ -50,6 +53,12 @@ HR_INLINE void momentum_update(const momentum_part *p, float *param, const float
 #undef MOMENTUM_LOOP
 }
 
+/* How many of `count` elements are in the part of `size` that begins at element j. */
+HR_INLINE int momentum_part_of(int count, int j, int size)
+{
+    return count - j < size ? count - j : size;
+}
+
 /* Binary32 at element i: the tensor itself, or a tile that gets its elements. */
 HR_INLINE float *momentum_floats(const void *base, int64_t i, int count, int64_t end,
                                  hr_dtype dtype, float *tile, half_conversions halves)
@@ -73,7 +82,8 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
     if (weights) {
         weights_prefetch(weights->param, weights->residual, i, count, end, weights->dtype,
                          weights->mode);
-        weights_load(weights, i, count, param);
+        for (int j = 0; j < count; j += WEIGHTS_TILE)
+            weights_load(weights, i + j, momentum_part_of(count, j, WEIGHTS_TILE), param + j);
         if (counts)
             memcpy(tiles[BEFORE], param, (size_t)count * sizeof param[0]);
     } else {
@@ -81,14 +91,26 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
     }
     const float *const grad =
         momentum_floats(p->grad, i, count, end, p->grad_dtype, tiles[GRAD], halves);
-    if (!p->kind.plain)
+    if (p->absmax) {
+        moment = tiles[MOMENT];
+        cpu_prefetch(p->moment, i, count, end, HR_U8);
+        for (int j = 0; j < count; j += p->block_size)
+            signed_codes_decode((const uint8_t *)p->moment + i + j,
+                                momentum_part_of(count, j, p->block_size),
+                                p->absmax[(i + j) / p->block_size], moment + j);
+    } else if (!p->kind.plain) {
         moment = momentum_floats(p->moment, i, count, end, p->moment_dtype, tiles[MOMENT], halves);
+    }
     momentum_update(p, param, grad, moment, count);
-    if (weights)
-        weights_store(weights, i, count, param, counts ? tiles[BEFORE] : NULL);
-    else if (p->param_dtype != HR_F32)
+    for (int j = 0; weights && j < count; j += WEIGHTS_TILE)
+        weights_store(weights, i + j, momentum_part_of(count, j, WEIGHTS_TILE), param + j,
+                      counts ? tiles[BEFORE] + j : NULL);
+    if (!weights && p->param_dtype != HR_F32)
         halves_from_tile(p->param, i, count, p->param_dtype, param, halves);
-    if (!p->kind.plain && p->moment_dtype != HR_F32)
+    for (int j = 0; p->absmax && j < count; j += p->block_size)
+        p->absmax[(i + j) / p->block_size] = signed_codes_encode(
+            moment + j, momentum_part_of(count, j, p->block_size), (uint8_t *)p->moment + i + j);
+    if (!p->absmax && !p->kind.plain && p->moment_dtype != HR_F32)
         halves_from_tile(p->moment, i, count, p->moment_dtype, moment, halves);
 }
 
@@ -98,7 +120,8 @@ HR_INLINE void momentum_range(void *context, int64_t begin, int64_t end, half_co
     const momentum_args *const a = (const momentum_args *)context;
     momentum_part part = {0};
     part.kind = momentum_kind_of(a->config);
-    CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
+    part.block_size = a->absmaxs ? a->config->block_size : 1;
+    CPU_FOR_EACH_TENSOR_IN_BLOCKS(a->params, begin, end, part.block_size, k, from, to)
     {
         const double t = step_number_of(&a->config->step, a->steps, k);
         weights_tensor weights;
@@ -111,6 +134,8 @@ HR_INLINE void momentum_range(void *context, int64_t begin, int64_t end, half_co
             part.moment = a->moments->data[k];
             part.moment_dtype = a->moments->dtype[k];
         }
+        if (a->absmaxs)
+            part.absmax = (float *)a->absmaxs->data[k];
         if (a->config->step.weights) {
             weights = weights_of(a->config->step.weights, a->params, k, t);
             part.weights = &weights;

@@ -7,41 +7,7 @@
  * people use, with literals in place of dtypes; one more looks at them as it goes. All loads of a
  * tile are issued before the first use.
  */
-#include "kernels/core/count.cuh"
-#include "kernels/optim/momentum.h"
-#include "kernels/weights/weights.cuh"
-
-#define THREADS 256
-#define WARP    32
-#define WARPS   (THREADS / WARP)
-#define TILE    256 /* elements of a warp at a time */
-
-/* Which formula a kernel has. */
-enum { LION, SGD, PLAIN_SGD };
-
-typedef struct momentum_record {
-    static constexpr bool plain = true;
-    void *param, *moment, *step;
-    const void *grad;
-    int64_t numel;
-    uint32_t first_block;
-    uint8_t param_dtype, grad_dtype, moment_dtype, step_dtype;
-} momentum_record;
-
-using momentum_mode_record = weights_mode_record<momentum_record>;
-
-/* What all tensors of a launch share. */
-typedef struct momentum_shared {
-    hr_momentum_config config;
-    momentum_constants constants; /* unless they depend on device memory */
-    momentum_kind kind;
-    int32_t fold_on_device;
-    hr_weights_mode mode;
-    int64_t *stalled;
-} momentum_shared;
-
-template <typename Record, uint32_t number>
-using momentum_launch = list_launch<momentum_shared, Record, number>;
+#include "kernels/optim/momentum.cuh"
 
 /* What the elements of a block have in common. Where a call site gives literals, the tests of them
  * fold away. */
@@ -62,14 +28,6 @@ typedef struct momentum_chunk {
 struct momentum_thread : weights_thread {
     double step; /* for random numbers */
 };
-
-/* The kind of a kernel, whose formula is a literal. */
-template <int rule>
-static __device__ __forceinline__ momentum_kind kind_of(const momentum_kind &kind, bool skip)
-{
-    return {rule == LION, rule == PLAIN_SGD, rule == SGD && kind.nesterov, rule != LION && kind.l2,
-            skip && kind.skip_nonfinite};
-}
 
 /* ---- A tile ---------------------------------------------------------------------------------- */
 
@@ -216,24 +174,15 @@ static __global__ void __launch_bounds__(THREADS, 3)
     momentum_kernel(const momentum_launch<Record, number> __grid_constant__ args)
 {
     constexpr bool plain = Record::plain;
-    __shared__ momentum_constants folded;
-    __shared__ weights_start start; /* of the block's elements, and the step: for random numbers */
-    __shared__ double step;
+    __shared__ momentum_step shared;
     if (step_is_skipped(&args.config.step))
         return;
     const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     momentum_constants constants = args.constants;
     if (args.fold_on_device || !plain) {
-        if (threadIdx.x == 0) {
-            const double t_step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
-            folded = args.fold_on_device ? momentum_fold(&args.config, t_step) : args.constants;
-            if constexpr (!plain) {
-                step = t_step;
-                start = weights_start_of(t.weights.place, list_begin(t));
-            }
-        }
+        momentum_begin(&shared, args, t);
         __syncthreads();
-        constants = folded;
+        constants = shared.constants;
     }
     const momentum_types types = {(hr_dtype)t.param_dtype, (hr_dtype)t.grad_dtype,
                                   (hr_dtype)t.moment_dtype, args.mode, args.stalled != nullptr};
@@ -252,8 +201,8 @@ static __global__ void __launch_bounds__(THREADS, 3)
         const hr_dtype residual = weights_residual_dtype(types.mode, types.param);
         chunk.residual = list_address(t.weights.residual, begin, residual);
         thread.record = &t.weights;
-        thread.start = start;
-        thread.step = step;
+        thread.start = shared.start;
+        thread.step = shared.step;
         addresses |= (uintptr_t)t.weights.residual << (residual == HR_I8 ? 1 : 0);
         vectors = vectors && types.param != HR_F32;
     }
@@ -267,34 +216,11 @@ static __global__ void __launch_bounds__(THREADS, 3)
 template <int rule, typename Record, uint32_t number>
 static hr_status launch_all(const momentum_args *args, const hr_exec *exec)
 {
-    const hr_momentum_config *const config = args->config;
-    momentum_launch<Record, number> launch;
-    launch.config = *config;
-    launch.kind = momentum_kind_of(config);
-    launch.fold_on_device = step_is_on_device(&config->step, args->steps);
-    launch.mode = weights_mode_of(config->step.weights);
-    launch.stalled = weights_stalled_of(config->step.weights);
-    if (!launch.fold_on_device)
-        launch.constants = momentum_fold(config, (double)config->step.t);
-    const auto fill = [=](Record &t, int64_t k) {
-        t.param = args->params->data[k];
-        t.grad = args->grads->data[k];
-        t.moment = args->moments ? args->moments->data[k] : nullptr;
-        t.step = step_counter(args->steps, k);
-        t.param_dtype = (uint8_t)args->params->dtype[k];
-        t.grad_dtype = (uint8_t)args->grads->dtype[k];
-        t.moment_dtype = (uint8_t)(args->moments ? args->moments->dtype[k] : HR_F32);
-        t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
-        if constexpr (!Record::plain)
-            t.weights = weights_record_of(config->step.weights, args->params, k);
-    };
-    const auto queue = [&](uint32_t blocks, int64_t first) {
-        if (blocks > 0)
+    return momentum_launch_all<Record, number>(
+        args, exec, [=](uint32_t blocks, const momentum_launch<Record, number> &launch) {
             HR_LAUNCH((momentum_kernel<rule, Record, number>), blocks, THREADS, 0, exec->stream,
                       launch);
-        list_count(&config->step, args->steps, first, first + launch.count, exec->stream);
-    };
-    return list_launch_all(&launch, args->params, "hr_momentum", fill, queue);
+        });
 }
 
 template <int rule> static hr_status launch_rule(const momentum_args *args, const hr_exec *exec)
@@ -309,6 +235,8 @@ template <int rule> static hr_status launch_rule(const momentum_args *args, cons
 hr_status momentum_cuda(const momentum_args *args, const hr_exec *exec)
 {
     const momentum_kind kind = momentum_kind_of(args->config);
+    if (args->absmaxs)
+        return momentum_codes_cuda(args, exec);
     return kind.lion    ? launch_rule<LION>(args, exec)
            : kind.plain ? launch_rule<PLAIN_SGD>(args, exec)
                         : launch_rule<SGD>(args, exec);

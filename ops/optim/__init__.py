@@ -12,6 +12,7 @@ from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
 from .momentum import SGD, Lion
+from .momentum8bit import Lion8bit, SGD8bit
 from .paging import OffloadHandle
 from .paging.api import offload
 
@@ -19,15 +20,17 @@ if not TYPE_CHECKING:  # names that the root lends
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "SGD",
     "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
     "Lion",
+    "Lion8bit",
     "OffloadHandle",
     "Optimizer",
+    "SGD",
+    "SGD8bit",
     "StateMemory",
     "load_master_weights",
     "master_weights",

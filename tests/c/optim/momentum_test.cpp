@@ -5,13 +5,15 @@
 
 namespace
 {
-// With a moment, without one, and with every option; Lion.
+// With a moment, without one, and with every option; Lion; and both with moments in codes.
 std::vector<MomentumCase> every_rule()
 {
-    std::vector<MomentumCase> all(4);
+    std::vector<MomentumCase> all(6);
     all[1].momentum = 0;
     all[2].nesterov = all[2].maximize = true;
-    all[3].rule = HR_LION;
+    all[3].rule = all[5].rule = HR_LION;
+    all[4].moment = all[5].moment = HR_U8;
+    all[4].nesterov = true;
     return all;
 }
 
@@ -38,7 +40,8 @@ struct Momentum {
     static std::vector<Case> list_cases()
     {
         std::vector<Case> all = every_rule();
-        all[2].steps = all[3].steps = HR_F64;
+        all[2].steps = all[3].steps = all[5].steps = HR_F64;
+        all[4].block_size = 64;
         return all;
     }
     static std::vector<int64_t> many()
@@ -172,6 +175,39 @@ float fused(float a, float b, float c)
     return float(odd);
 }
 
+// What a tensor's codes stand for, on the CPU.
+std::vector<double> decoded(const MomentumRun &run, size_t k)
+{
+    const std::vector<double> codes = run.values(MOMENTS, k), absmaxs = run.values(ABSMAXS, k);
+    float map[256];
+    EXPECT_EQ(hr_dynamic_map(map, 1), HR_OK);
+    std::vector<double> values;
+    for (size_t i = 0; i < codes.size(); i++)
+        values.push_back(double(map[int(codes[i])] *
+                                float(absmaxs[i / size_t(run.config.block_size)])));
+    return values;
+}
+
+// That a tensor's codes are those that hr_quantize_blocks() gives the moments.
+void expect_codes(const MomentumRun &run, size_t k, std::vector<float> moments)
+{
+    int64_t numel = int64_t(moments.size()), blocks = hr_block_count(numel, run.config.block_size);
+    std::vector<uint8_t> codes(moments.size());
+    std::vector<float> absmaxs(static_cast<size_t>(blocks));
+    void *const data[] = {codes.data(), absmaxs.data(), moments.data()};
+    const hr_dtype types[] = {HR_U8, HR_F32};
+    const hr_tensor_list lists[] = {{1, data, &numel, types},
+                                    {1, data + 1, &blocks, types + 1},
+                                    {1, data + 2, &numel, types + 1}};
+    hr_quantize_config config = HR_QUANTIZE_CONFIG_INIT;
+    config.is_signed = 1;
+    config.block_size = run.config.block_size;
+    const hr_exec cpu = {HR_CPU, nullptr};
+    ASSERT_EQ(hr_quantize_blocks(lists, lists + 1, lists + 2, &config, &cpu), HR_OK);
+    EXPECT_EQ(run.values(MOMENTS, k), std::vector<double>(codes.begin(), codes.end()));
+    EXPECT_EQ(run.values(ABSMAXS, k), std::vector<double>(absmaxs.begin(), absmaxs.end()));
+}
+
 // The rule at hr_momentum in headroom.h, in binary32.
 void expect_rule(Backend &backend, const MomentumCase &c)
 {
@@ -188,7 +224,9 @@ void expect_rule(Backend &backend, const MomentumCase &c)
         EXPECT_EQ(run.values(STEPS, k), c.steps ? std::vector<double>{t} : std::vector<double>{});
         EXPECT_EQ(run.values(GRADS, k), fresh.values(GRADS, k));
         const auto ps = fresh.values(PARAMS, k), gs = fresh.values(GRADS, k);
-        const auto ms = fresh.values(MOMENTS, k);
+        const bool codes = c.moment == HR_U8;
+        const auto ms = codes ? decoded(fresh, k) : fresh.values(MOMENTS, k);
+        std::vector<float> wanted_ms;
         const auto new_ps = run.values(PARAMS, k), new_ms = run.values(MOMENTS, k);
         for (size_t i = 0; i < ps.size(); i++) {
             float p = float(ps[i]), g = rounded(gs[i] * double(factor));
@@ -216,9 +254,12 @@ void expect_rule(Backend &backend, const MomentumCase &c)
                 return decode(bytes, run.tensors[list].dtype[k]);
             };
             ASSERT_EQ(new_ps[i], stored(p, PARAMS)) << "params[" << k << "], element " << i;
-            if (!ms.empty())
+            wanted_ms.push_back(m);
+            if (!ms.empty() && !codes)
                 ASSERT_EQ(new_ms[i], stored(m, MOMENTS)) << "moments[" << k << "], element " << i;
         }
+        if (codes)
+            expect_codes(run, k, wanted_ms);
     }
 }
 
@@ -245,16 +286,19 @@ std::vector<MomentumCase> bit_cases()
             for (size_t shift = 0; shift < 4; shift++)
                 add(rule, [&](Case &c) {
                     c.numel = odd;
-                    c.param = c.grad = c.moment = type;
+                    c.param = c.grad = type;
+                    c.moment = rule.moment == HR_U8 ? HR_U8 : type;
                     c.shift = shift;
                     c.special = shift % 2;
+                    c.block_size = 64 << shift;
                 });
         // Every list alone at an odd address.
         for (const MomentumList list : {PARAMS, MOMENTS, GRADS})
             for (const hr_dtype type : {HR_F32, HR_BF16})
                 add(rule, [&](Case &c) {
                     c.numel = {257, 512};
-                    c.param = c.grad = c.moment = type;
+                    c.param = c.grad = type;
+                    c.moment = rule.moment == HR_U8 ? HR_U8 : type;
                     c.shift = type == HR_F32 ? 2 : 4;
                     c.shifted = 1u << list;
                 });
@@ -265,7 +309,8 @@ std::vector<MomentumCase> bit_cases()
                         add(rule, [&](Case &c) {
                             c.numel = odd;
                             c.param = c.grad = type;
-                            c.moment = flags & 1 ? type : HR_F32;
+                            c.moment = rule.moment == HR_U8 ? HR_U8 : flags & 1 ? type : HR_F32;
+                            c.block_size = flags & 1 ? 512 : 256;
                             c.special = flags == 2;
                             c.shift = flags == 3;
                             c.skip_nonfinite = flags == 2;
@@ -298,8 +343,30 @@ TEST_P(MomentumBadInputs, Weights)
     MomentumCase c = Momentum::everything();
     c.param = HR_BF16;
     c.weights = every_part();
-    Momentum::expect(*backend, c);
+    EXPECT_EQ(MomentumRun(*backend, c).call(), HR_OK) << hr_last_error();
     expect_all_refused(*backend, c, bad_weights<MomentumRun>(Momentum::tensors<PARAMS>));
+}
+
+TEST_P(MomentumBadInputs, CodesAndTheirScales)
+{
+    using Run = MomentumRun;
+    MomentumCase c = Momentum::everything();
+    c.moment = HR_U8;
+    EXPECT_EQ(Run(*backend, c).call(), HR_OK) << hr_last_error();
+    using Rule = ListRule<Run>;
+    const Rule absmaxs = {"absmaxs", Momentum::tensors<ABSMAXS>, {HR_F32}, Rule::MEASURED, true, 2};
+    const Rule codes = {"moments", Momentum::tensors<MOMENTS>, {HR_U8}};
+    expect_all_refused(*backend, c, bad_lists<Run>({absmaxs, codes}));
+    for (const int size : {0, 32, 100, 1024, -64})
+        expect_all_refused(*backend, c,
+                           BadInputs<Run>{{"block_size is " + std::to_string(size) + ", wanted 64",
+                                           [=](Run &r) { r.config.block_size = size; }}});
+    expect_all_refused(
+        *backend, c,
+        BadInputs<Run>{{"absmaxs is given, but SGD without momentum has none", [](Run &r) {
+                            r.config.momentum = 0;
+                            r.tensors[MOMENTS].argument = nullptr;
+                        }}});
 }
 
 // Values in host memory are looked at too; on a device they could not be without waiting for it.
@@ -335,7 +402,17 @@ TEST_P(MomentumValues, WholeTilesOfTheCommonTypes)
     for (MomentumCase c : every_rule())
         for (const hr_dtype type : {HR_F32, HR_BF16, HR_F16}) {
             c.numel = {2063, 0, 512};
-            c.param = c.grad = c.moment = type;
+            c.param = c.grad = type;
+            c.moment = c.moment == HR_U8 ? HR_U8 : type;
+            expect_rule(*backend, c);
+        }
+}
+
+TEST_P(MomentumValues, BlocksOfEverySize)
+{
+    for (MomentumCase c : every_rule())
+        for (c.block_size = 64; c.moment == HR_U8 && c.block_size <= 512; c.block_size *= 2) {
+            c.numel = {1, 63, 64, 65, 511, 512, 513, 2063, 40001};
             expect_rule(*backend, c);
         }
 }
@@ -382,6 +459,8 @@ TEST_P(MomentumValues, NanZeroAndInfinity)
                 EXPECT_EQ(moved, 0);
             got[0] = wanted[0] = 0;
             EXPECT_EQ(got, wanted);
+            if (c.moment == HR_U8 && value != 0)
+                EXPECT_TRUE(std::isnan(run.values(ABSMAXS, 0)[0])); // and so its block
         }
 }
 
@@ -399,6 +478,8 @@ TEST_P(MomentumValues, ElementsOfGradientsThatAreNotFiniteMayBeLeftAlone)
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
             for (const MomentumList l : {PARAMS, MOMENTS}) {
                 std::vector<double> wanted = clean.values(l, 0);
+                if (l == MOMENTS && c.moment == HR_U8) // whose scale the element is part of
+                    continue;
                 if (!wanted.empty())
                     wanted[0] = before.values(l, 0)[0];
                 EXPECT_EQ(run.values(l, 0), wanted) << momentum_list_names[l];

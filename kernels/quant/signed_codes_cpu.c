@@ -1,0 +1,178 @@
+/*
+ * signed_codes_cpu.c: the loops over the codes of a block, with the best instruction set.
+ *
+ * Encoding finds the decade of a number and, by its line, a code, and sees whether the number lies so
+ * close to a midpoint that this may be wrong; quant_encode() decides then. It is that of
+ * dynamic_map_cpu.h where there is AVX-512, and elsewhere a plain loop that compares a number with
+ * the beginning of every decade, because tables in memory would keep it from being vectorized.
+ */
+#include "kernels/quant/signed_codes_cpu.h"
+
+#include <pthread.h>
+
+#include "kernels/core/cpu.h"
+#include "kernels/quant/dynamic_map_cpu.h"
+
+/* Filled once. The tables are static, so that no call can run out of memory. */
+static struct {
+    quant_maps maps;
+    dynamic_vectors vectors;
+    float begins[8], slopes[8]; /* of the decades; [7] begins is where 1 does */
+} kept;
+
+static void fill_tables(void)
+{
+    quant_maps_fill(&kept.maps, 0);
+    const dynamic_map *const map = &kept.maps.map[1];
+    dynamic_vectors_fill(&kept.vectors, map, 1);
+    for (int d = 0; d < 8; d++) {
+        kept.begins[d] = map->thresholds[dynamic_zero(1) + (1 << d) - 1];
+        kept.slopes[d] = map->slopes[d + 1];
+    }
+}
+
+static void need_tables(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, fill_tables);
+}
+
+/* Numbers and codes of a block; `scale` is the reciprocal of the absmax. */
+typedef struct codes_run {
+    float *x;
+    uint8_t *codes;
+    float absmax, scale;
+} codes_run;
+
+HR_INLINE void decode_range(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    for (int64_t i = begin; i < end; i++)
+        r->x[i] = kept.maps.map[1].values[r->codes[i]] * r->absmax;
+}
+
+HR_INLINE void encode_each(const codes_run *r, int64_t begin, int64_t end)
+{
+    const dynamic_scale scale = {1.0f, r->scale};
+    for (int64_t i = begin; i < end; i++)
+        r->codes[i] = quant_encode(&kept.maps, r->x[i], scale, 1);
+}
+
+/* Encodes elements of a block whose absmax is a number that needs no first factor of
+ * dynamic_scale. */
+HR_INLINE void encode_range(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    const float scale = r->scale, *const begins = kept.begins, *const slopes = kept.slopes;
+    for (int64_t i = begin; i < end; i += CPU_STEP) {
+        const int count = end - i < CPU_STEP ? (int)(end - i) : CPU_STEP;
+        const float *const x = r->x + i;
+        uint8_t *restrict const codes = r->codes + i;
+        uint32_t unsure = 0;
+        for (int lane = 0; lane < count; lane++) {
+            const uint32_t y = hr_bits(x[lane] * scale), negative = y >> 31;
+            /* As in dynamic_encode(), a negative midpoint gets the greater magnitude. */
+            const float magnitude = hr_float((y & 0x7FFFFFFFu) + negative);
+            uint32_t decade = 126; /* n, the number of parts, is 2 to the power of decade - 127 */
+            float slope = 0.0f;
+            for (int d = 0; d < 7; d++) {
+                decade += magnitude > begins[d];
+                slope = magnitude > begins[d] ? slopes[d] : slope;
+            }
+            const float n = hr_float(decade << 23), last = 2.0f * n - 1.0f;
+            const float place = magnitude * slope + (n * (8.0f / 9.0f) - 0.5f);
+            const uint32_t bits = hr_bits((place < last ? place : last) + DYNAMIC_OFFSET);
+            const uint32_t fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
+            unsure |= (bits & fraction) == 0;
+            const uint32_t distance = ((bits >> DYNAMIC_FRACTION_BITS) & 255u);
+            const uint32_t above = distance + (magnitude > begins[7]); /* -1 is not in the map */
+            codes[lane] = (uint8_t)(negative ? 127u - distance : 127u + above);
+        }
+        if (__builtin_expect(unsure != 0, 0))
+            encode_each(r, i, i + count);
+    }
+}
+
+HR_INLINE void largest_range(void *context, int64_t begin, int64_t end)
+{
+    codes_run *const r = (codes_run *)context;
+    uint32_t largest = 0;
+    for (int64_t i = begin; i < end; i++) {
+        const uint32_t magnitude = quant_magnitude(r->x[i], 0);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    r->absmax = quant_absmax(largest, 0);
+}
+
+CPU_VARIANTS(largest_range)
+
+#define CODES_VARIANT(target, loop, level)                                       \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end) \
+    {                                                                            \
+        loop(context, begin, end);                                               \
+    }
+CODES_VARIANT(, decode_range, baseline)
+CODES_VARIANT(, encode_range, baseline)
+
+#if defined(__x86_64__) && defined(__GNUC__)
+CODES_VARIANT(CPU_AVX2, decode_range, avx2)
+CODES_VARIANT(CPU_AVX2, encode_range, avx2)
+
+CPU_AVX512 static void decode_range_avx512(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    int64_t i = begin;
+    for (; end - i >= 16; i += 16) {
+        const __m128i codes = _mm_loadu_si128((const __m128i *)(r->codes + i));
+        const __m512 values = dynamic_values_avx512(&kept.vectors, codes, 1);
+        _mm512_storeu_ps(r->x + i, _mm512_mul_ps(values, _mm512_set1_ps(r->absmax)));
+    }
+    decode_range(context, i, end);
+}
+
+CPU_AVX512 static void encode_range_avx512(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    for (int64_t i = begin; i < end; i += 16) {
+        const __mmask16 there = (__mmask16)(end - i < 16 ? (1u << (end - i)) - 1u : 0xFFFFu);
+        const __m512 x = _mm512_maskz_loadu_ps(there, r->x + i);
+        const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(r->scale));
+        __mmask16 sure;
+        const __m512i words = dynamic_codes_avx512(&kept.vectors, y, x, 1, &sure);
+        _mm512_mask_cvtepi32_storeu_epi8(r->codes + i, there, words);
+        uint32_t unsure = there & ~(uint32_t)sure;
+        for (; __builtin_expect(unsure != 0, 0); unsure &= unsure - 1)
+            encode_each(r, i + __builtin_ctz(unsure), i + __builtin_ctz(unsure) + 1);
+    }
+}
+
+static const hr_range_fn decode_range_variants[] = {decode_range_baseline, decode_range_avx2,
+                                                    decode_range_avx512, decode_range_avx512};
+static const hr_range_fn encode_range_variants[] = {encode_range_baseline, encode_range_avx2,
+                                                    encode_range_avx512, encode_range_avx512};
+#else
+static const hr_range_fn decode_range_variants[] = {decode_range_baseline};
+static const hr_range_fn encode_range_variants[] = {encode_range_baseline};
+#endif
+
+void signed_codes_decode(const uint8_t *codes, int count, float absmax, float *x)
+{
+    need_tables();
+    codes_run run = {x, (uint8_t *)codes, absmax, 0.0f};
+    CPU_BEST(decode_range)(&run, 0, count);
+}
+
+float signed_codes_encode(const float *x, int count, uint8_t *codes)
+{
+    need_tables();
+    codes_run run = {(float *)x, codes, 0.0f, 0.0f};
+    CPU_BEST(largest_range)(&run, 0, count);
+    const dynamic_scale scale = dynamic_scale_of(run.absmax);
+    run.scale = scale.second;
+    if (scale.first == 1.0f && run.absmax < INFINITY)
+        CPU_BEST(encode_range)(&run, 0, count);
+    else
+        for (int i = 0; i < count; i++)
+            codes[i] = quant_encode(&kept.maps, x[i], scale, 1);
+    return run.absmax;
+}
