@@ -36,7 +36,11 @@ COPIED = (  # attributes that copies and pickles have, beyond torch's
     "measured_params",
     "paging",
 )
-SIGNED = ("exp_avg", *RESIDUALS)  # all other states are means of squares, or magnitudes
+SIGNED = (
+    "exp_avg",
+    "momentum_buffer",
+    *RESIDUALS,
+)  # all other states are means of squares, or magnitudes
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # which Adam's op takes in one dtype
 
 
