@@ -250,7 +250,7 @@ static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, c
                                                   float scale, Prepare prepare)
 {
     pack<8> bits[GROUPS];
-    eight_at at = eight_of(cut, turn, is_whole, dtype);
+    const eight_at at = eight_of(cut, turn, is_whole, dtype);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
         bits[g] = load_eight(body, {at.j + g * cut.width * 8, at.apart}, dtype);

@@ -37,7 +37,9 @@ static __device__ __forceinline__ float exponent_scale(const divergence_args &a)
 static __device__ __forceinline__ dv_row kept(dv_row r, bool greater)
 {
     r.student_is_greater = greater;
+#if defined(__CUDA_ARCH__)
     asm("" : "+f"(r.lesser), "+f"(r.greater));
+#endif
     return r;
 }
 

@@ -1,7 +1,8 @@
 /*
  * linear_cross_entropy_cuda.cu: the grids between the products: see linear_cross_entropy.h. Blocks
- * count the rows of their parts, and then list those that count; a block sees the logits of a row, and what it saw before is combined with
- * it by one thread, so that the order is fixed; moves and additions are element by element.
+ * count the rows of their parts, and then list them; a block sees the logits of a row, and what it saw
+ * before is combined with it by one thread, so that the order is fixed; moves and additions are element
+ * by element.
  */
 #include "kernels/loss/cross_entropy_rows.cuh"
 #include "kernels/loss/linear_cross_entropy.h"
@@ -34,6 +35,7 @@ static __device__ __forceinline__ bool sums_weights(const lce_listing &l)
     return l.ce.weight && l.ce.config.label_smoothing > 0.0;
 }
 
+/* What lce_list_kernel() has to know of all parts before it. */
 static __global__ void __launch_bounds__(ADDING)
     lce_count_kernel(const lce_listing __grid_constant__ l, int64_t share, int64_t class_share)
 {
@@ -73,10 +75,10 @@ static __global__ void __launch_bounds__(ADDING)
     lce_list_kernel(const lce_listing __grid_constant__ l, int64_t share)
 {
     const row_range part = rows_of_part(l.ce.rows, share);
-    lce_counts counts = {};
+    lce_counts sums = {};
     if (threadIdx.x < gridDim.x)
-        counts = l.counts[threadIdx.x];
-    const double of_part = (double)counts.rows;
+        sums = l.counts[threadIdx.x];
+    const double of_part = (double)sums.rows;
     int64_t place = (int64_t)row_total<ADDING>(threadIdx.x < blockIdx.x ? of_part : 0.0);
     const int64_t count = (int64_t)row_total<ADDING>(of_part);
     for (int64_t first = part.begin; first < part.end; first += ADDING) {
@@ -98,12 +100,12 @@ static __global__ void __launch_bounds__(ADDING)
         lce_put(&l, place, -1);
     if (blockIdx.x != 0)
         return;
-    counts.weights = row_total<ADDING>(counts.weights);
-    counts.tokens = row_total<ADDING>(counts.tokens);
-    counts.weight_sum = row_total<ADDING>(counts.weight_sum);
+    sums.weights = row_total<ADDING>(sums.weights);
+    sums.tokens = row_total<ADDING>(sums.tokens);
+    sums.weight_sum = row_total<ADDING>(sums.weight_sum);
     if (threadIdx.x == 0)
-        lce_total(&l, count, counts.weights, counts.tokens,
-                  sums_weights(l) ? counts.weight_sum : (double)l.ce.all);
+        lce_total(&l, count, sums.weights, sums.tokens,
+                  sums_weights(l) ? sums.weight_sum : (double)l.ce.all);
 }
 
 /* ---- Logits ---------------------------------------------------------------------------------- */
