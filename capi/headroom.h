@@ -1331,12 +1331,18 @@ typedef struct hr_cross_entropy_config {
     double label_smoothing; /* in [0, 1] */
     double softcap;         /* > 0; 0: none */
     double z_loss;          /* >= 0, finite; 0: none */
+    void *workspace;        /* for hr_cross_entropy_reduce alone; NULL: none */
+    size_t workspace_bytes; /* HR_CROSS_ENTROPY_WORKSPACE or more; 0 without */
 } hr_cross_entropy_config;
 
-#define HR_CROSS_ENTROPY_CONFIG_INIT                                                            \
-    {                                                                                           \
-        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0 \
+#define HR_CROSS_ENTROPY_CONFIG_INIT                                                             \
+    {                                                                                            \
+        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0, \
+            NULL, 0                                                                              \
     }
+
+/* Bytes of the workspace of hr_cross_entropy_reduce. */
+#define HR_CROSS_ENTROPY_WORKSPACE 16384
 
 /*
  * hr_cross_entropy_forward: the cross entropy of each row of logits with its target y, from 0 to
@@ -1414,14 +1420,18 @@ HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dlo
  *     result  = sum of loss / D + sum of z_loss * lse^2 / n           otherwise
  *     factors = 1, 1            or      1 / D, 1 / n
  *
- * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
- * had before there is a loss.
+ * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in
+ * a fixed order, which on CUDA is another one with a workspace: without one a single thread block
+ * adds up all rows. The factors depend on the targets alone, so that they can be had before there is
+ * a loss.
  *
  * result   out: f32 [1], or NULL
  * factors  out: f32 [2], or NULL
  * loss     in: f32 [rows], from a forward call whose config->z_loss is 0, because a z-loss hides
  *          what is small beside it; NULL if result is
  * lse      in: f32 [rows]; NULL if result is, or without a z_loss
+ * config->workspace  scratch memory of exec's device at a multiple of 8 bytes, or NULL. Worth it on
+ *          CUDA from some thousand rows on; not used for less, nor on the CPU
  */
 HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
                                          const float *lse, const void *target, const float *weight,

@@ -189,7 +189,7 @@ static hr_status check_targets_there(const lce_call *call)
         return HR_OK; /* checked before, or not at all */
 #if HR_WITH_CUDA
     const cross_entropy_args *const args = &call->listing.ce;
-    ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.totals);
+    ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.parts);
     int32_t previous = 0;
     HR_RUN(hr_cuda_enter(call->exec->device, &previous));
     const hr_status status =
