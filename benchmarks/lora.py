@@ -1,4 +1,5 @@
-"""A layer with adapters over a dense or an NF4 weight, forward and backward, beside PEFT."""
+"""A layer with adapters over a dense or an NF4 weight, and a step of a Llama of such layers, beside
+PEFT and bitsandbytes. A step is forward, loss and backward; the peak is above the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ._layers import held_bytes, trained
-from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed
+from .block import PEAK as STEP_PEAK
+from .block import TINY, Shape
+from .harness import Bar, Case, Contender, Rotation, Share, Unavailable, filled, sets_needed
 from .instructions.row import Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -58,22 +61,24 @@ def headroom_dora(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
+def bitsandbytes_layer(plain: nn.Linear) -> nn.Module:
+    try:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+    except ImportError as error:
+        raise Unavailable("bitsandbytes is not installed") from error
+    weight = plain.weight.data
+    out, width = weight.shape
+    layer = Linear4bit(width, out, bias=False, compute_dtype=weight.dtype, quant_type="nf4")
+    layer.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
+    return layer.to(weight.device)
+
+
 def peft_layer(plain: nn.Linear, few_bits: bool, dropout: float, dora: bool = False) -> Any:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise Unavailable("not installed") from error
-    layer: nn.Module = plain
-    if few_bits:
-        try:
-            from bitsandbytes.nn import Linear4bit, Params4bit
-        except ImportError as error:
-            raise Unavailable("bitsandbytes is not installed") from error
-        out, width = plain.weight.shape
-        dtype = plain.weight.dtype
-        layer = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4")
-        layer.weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4")
-        layer.to(plain.weight.device)
+    layer = bitsandbytes_layer(plain) if few_bits else plain
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, lora_dropout=dropout, target_modules=["0"],
         init_lora_weights=False, use_dora=dora,
@@ -130,19 +135,126 @@ def case(
     )
 
 
+# ---- A step of a model ---------------------------------------------------------------------------
+
+LLAMA_12M = Shape(512, 1376, 8, 4, 4, 1000, 1, 512)  # 12.1M parameters
+LEVELS = ("L0", "L1", "L2")
+
+
+class Step:
+    """Models with the same weights and adapters, and a batch."""
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, few_bits: bool, device: torch.device
+    ) -> None:
+        self.model = functools.partial(shape.model, dtype, device)
+        self.few_bits, self.device = few_bits, device
+        generator = torch.Generator().manual_seed(0)
+        size = shape.sequences, shape.tokens
+        self.ids = torch.randint(shape.vocabulary, size, generator=generator).to(device)
+        self.adapters: dict[str, Tensor] = {}
+        self.loss: float | None = None
+        # Scales that are quantized themselves are not the same to the bit in bitsandbytes.
+        self.tolerance = max(4 * torch.finfo(dtype).eps, 1e-4)
+
+    def headroom(self, level: str) -> Contender:
+        import headroom
+
+        model = self.model()
+        if self.few_bits:
+            headroom.quantize(model)
+        headroom.lora(model, RANK)
+        headroom.patch(model, level)
+        return self._contender(model)
+
+    def peft(self) -> Contender:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise Unavailable("not installed") from error
+        model = self.model()
+        names = [
+            name
+            for name, one in model.named_modules()
+            if type(one) is nn.Linear and name != "lm_head"
+        ]
+        for name in names if self.few_bits else ():
+            parent, _, own = name.rpartition(".")
+            plain = model.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            setattr(model.get_submodule(parent), own, bitsandbytes_layer(plain))
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names)
+        return self._contender(get_peft_model(model, config))
+
+    def _contender(self, model: Any) -> Contender:
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        for name, param in trained:
+            key = name.removeprefix("base_model.model.")
+            if key not in self.adapters:
+                values = filled(param.numel(), F32, torch.device("cpu")).view(param.shape)
+                self.adapters[key] = values * 0.05
+            with torch.no_grad():
+                param.copy_(self.adapters[key])
+
+        def loss() -> Tensor:
+            return model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+
+        def call() -> None:
+            loss().backward()
+            for _, param in trained:
+                param.grad = None
+
+        found = loss().item()
+        self.loss = found if self.loss is None else self.loss
+        if abs(found - self.loss) > self.tolerance * self.loss:
+            raise AssertionError(f"the loss is {found}, that of another {self.loss}")
+        return Contender(call, counts=lambda: {STEP_PEAK: held_bytes(call, self.device)[1]})
+
+
+def step_case(
+    dtype: torch.dtype, few_bits: bool, level: str, time: float, peak: float, quick: bool
+) -> Case:
+    """``headroom`` is at ``level``, at which it is to reach both bars."""
+    shape = TINY if quick else LLAMA_12M
+
+    def setup(device: torch.device) -> dict[str, Callable[[], Contender]]:
+        step = Step(shape, dtype, few_bits, device)
+        others = {
+            f"headroom {k}": functools.partial(step.headroom, k) for k in LEVELS if k != level
+        }
+        return {"headroom": functools.partial(step.headroom, level), **others, "PEFT": step.peft}
+
+    name, kind = "f32" if dtype == F32 else "bf16", "nf4" if few_bits else "dense"
+    return Case(
+        f"step-{kind}-{name}",
+        f"a step of a 12.1M Llama, {shape.sequences} x {shape.tokens} tokens, {kind}, {name}; "
+        f"headroom is {level}",
+        setup,
+        "PEFT",
+        bars=[Bar("ratio", time, "cpu"), Share(STEP_PEAK, "headroom", "PEFT", peak, "cpu")],
+    )
+
+
 def cases(device: torch.device, quick: bool) -> list[Case]:
     sizes = (512, 2048, 2048)
-    found = [
+    layers = [
         case(sizes, dtype, quick, few_bits, dropout)
         for dtype in (F32, BF16)
         for few_bits in (False, True)
         for dropout in (0.0, 0.1)
     ]
-    return found + [
+    dora = [
         case((rows, 2048, 2048), dtype, quick, few_bits, dora=True)
         for rows in (128, 512)
         for dtype in (F32, BF16)
         for few_bits in (False, True)
+    ]
+    return [
+        *layers,
+        *dora,
+        step_case(F32, False, "L2", 1.1, 0.6, quick),
+        step_case(F32, True, "L2", 1.15, 0.5, quick),
+        step_case(BF16, True, "L1", 1.15, 0.5, quick),
     ]
 
 

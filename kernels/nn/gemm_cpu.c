@@ -1,9 +1,10 @@
 /*
- * gemm_cpu.c: the lent product, or the blocked loop. A task computes a tile of C: it packs the parts
- * of A and B that it needs as binary32, KC of the k terms at a time, into slivers that the
- * innermost loop reads from end to end, and keeps the sums in the fastest caches. An element's terms
- * are added in an order that depends on k alone, each with one rounding: so neither the number of
- * threads nor the shape of the innermost block, which follows the instruction set, changes a bit.
+ * gemm_cpu.c: the lent product, or the blocked loop. A task computes tiles of C, those below each
+ * other together: it packs the parts of A and B that it needs as binary32, KC of the k terms at a
+ * time, into slivers that the innermost loop reads from end to end, and keeps the sums in the
+ * caches. Rows of binary32 of A are read where they lie. An element's terms are added in an order
+ * that depends on k alone, each with one rounding: so neither the number of threads nor the shape of
+ * the innermost block, which follows the instruction set, changes a bit.
  */
 #include <pthread.h>
 
@@ -11,8 +12,13 @@
 #include "kernels/core/rows_cpu.h"
 #include "kernels/nn/gemm.h"
 
-#define SIDE 128 /* of a tile of C */
-#define KC   256
+#define SIDE  128 /* of a tile of C */
+#define STACK 4   /* tiles below each other, at most, for which B is packed once */
+#define KC    256
+
+/* Of a block whose rows of A may be read where they lie. The compiler leaves sums of fewer in memory
+ * then. */
+#define ROWS_READ 8
 
 #define LINE 16 /* binary32 of a cache line */
 
@@ -24,11 +30,11 @@ HR_INLINE int sliver_at(int s, int width, int kc)
 }
 
 /* At multiples of a cache line: a vector across two lines takes twice as long to load. */
-typedef struct gemm_tile {
+typedef struct gemm_tiles {
     _Alignas(64) float a[SIDE * KC + SIDE / 4 * LINE]; /* slivers of MR rows, [k][MR] each */
     _Alignas(64) float b[SIDE * KC + SIDE / 4 * LINE]; /* slivers of NR columns, [k][NR] each */
-    _Alignas(64) float sums[SIDE * SIDE];
-} gemm_tile;
+    _Alignas(64) float sums[STACK * SIDE * SIDE];
+} gemm_tiles;
 
 /* Packs `count` columns of rows [k0, k0 + kc) of x. Columns that a sliver lacks are zeros. */
 HR_INLINE void pack_columns(float *restrict packed, const hr_rows *x, int64_t k0, int64_t j0,
@@ -77,27 +83,36 @@ HR_INLINE void pack_rows(float *restrict packed, const hr_rows *x, int64_t k0, i
             packed[sliver_at(j, width, kc) + p * width + j % width] = 0.0f;
 }
 
+/* Rows of A that the innermost loop reads: element p of row i is data[i * row + p * term]. */
+typedef struct gemm_side {
+    const float *data;
+    int64_t row, term;
+} gemm_side;
+
 /* Adds the products of kc terms to ROWS x COLS sums. The size of the block must be a constant of the
  * source, or the compiler leaves it in memory. */
-#define MICRO(ROWS, COLS)                                                               \
-    HR_INLINE void micro_##ROWS##x##COLS(float *restrict sums, const float *restrict a, \
-                                         const float *restrict b, int kc)               \
-    {                                                                                   \
-        float block[ROWS][COLS];                                                        \
-        for (int i = 0; i < ROWS; i++)                                                  \
-            for (int j = 0; j < COLS; j++)                                              \
-                block[i][j] = 0.0f;                                                     \
-        for (int p = 0; p < kc; p++)                                                    \
-            for (int i = 0; i < ROWS; i++)                                              \
-                for (int j = 0; j < COLS; j++)                                          \
-                    block[i][j] = fmaf(a[p * ROWS + i], b[p * COLS + j], block[i][j]);  \
-        for (int i = 0; i < ROWS; i++)                                                  \
-            for (int j = 0; j < COLS; j++)                                              \
-                sums[i * SIDE + j] += block[i][j];                                      \
+#define MICRO(ROWS, COLS)                                                                   \
+    HR_INLINE void micro_##ROWS##x##COLS(float *restrict sums, gemm_side a,                 \
+                                         const float *restrict b, int kc)                   \
+    {                                                                                       \
+        float block[ROWS][COLS];                                                            \
+        for (int i = 0; i < ROWS; i++)                                                      \
+            for (int j = 0; j < COLS; j++)                                                  \
+                block[i][j] = 0.0f;                                                         \
+        for (int p = 0; p < kc; p++)                                                        \
+            for (int i = 0; i < ROWS; i++)                                                  \
+                for (int j = 0; j < COLS; j++)                                              \
+                    block[i][j] =                                                           \
+                        fmaf(a.data[i * a.row + p * a.term], b[p * COLS + j], block[i][j]); \
+        for (int i = 0; i < ROWS; i++)                                                      \
+            for (int j = 0; j < COLS; j++)                                                  \
+                sums[i * SIDE + j] += block[i][j];                                          \
     }
 MICRO(4, 8)
 MICRO(4, 16)
 MICRO(8, 32)
+
+typedef void (*gemm_micro)(float *, gemm_side, const float *, int);
 
 /* How many tiles a product has. */
 typedef struct gemm_grid {
@@ -120,27 +135,47 @@ HR_INLINE hr_rows in_batch(const hr_rows *x, int64_t index, int64_t batch_stride
     return (hr_rows){(char *)x->data + index * batch_stride * hr_element_size(dtype), x->stride};
 }
 
-/* Multiplies, for the tile at [i0, j0) of [rows, cols] elements. */
-HR_INLINE void tile_sums(gemm_tile *tile, const hr_rows *a, const hr_rows *b, const gemm_args *args,
-                         int64_t i0, int64_t j0, int rows, int cols, const int MR, const int NR,
-                         void (*micro)(float *, const float *, const float *, int))
+/* Adds kc terms from k0 on to the sums of a tile at [i0, j0) of [rows, cols] elements, for which B is
+ * packed. */
+HR_INLINE void add_terms(gemm_tiles *tiles, float *sums, const hr_rows *a, const gemm_args *args,
+                         int64_t k0, int64_t i0, int kc, int rows, int cols, const int MR,
+                         const int NR, const gemm_micro micro)
 {
     const hr_gemm_config *const config = &args->config;
-    memset(tile->sums, 0, sizeof(float) * SIDE * (size_t)cpu_round_up(rows, MR));
+    const float *const lying = (const float *)a->data + i0 * a->stride + k0;
+    const int is_read =
+        MR == ROWS_READ && config->dtype == HR_F32 && !config->transpose_a && rows % MR == 0;
+    if (config->transpose_a)
+        pack_columns(tiles->a, a, k0, i0, kc, rows, MR, config->dtype);
+    else if (!is_read)
+        pack_rows(tiles->a, a, k0, i0, kc, rows, MR, config->dtype);
+    for (int j = 0; j < cols; j += NR)
+        for (int i = 0; i < rows; i += MR) {
+            float *const to = sums + i * SIDE + j;
+            const float *const b = tiles->b + sliver_at(j, NR, kc);
+            if (is_read)
+                micro(to, (gemm_side){lying + i * a->stride, a->stride, 1}, b, kc);
+            else
+                micro(to, (gemm_side){tiles->a + sliver_at(i, MR, kc), 1, MR}, b, kc);
+        }
+}
+
+/* Multiplies, for tiles below each other, the first at [i0, j0), of [rows, cols] elements in all. */
+HR_INLINE void sums_of_tiles(gemm_tiles *tiles, const hr_rows *a, const hr_rows *b,
+                             const gemm_args *args, int64_t i0, int64_t j0, int rows, int cols,
+                             const int MR, const int NR, const gemm_micro micro)
+{
+    const hr_gemm_config *const config = &args->config;
+    memset(tiles->sums, 0, sizeof(float) * SIDE * (size_t)cpu_round_up(rows, MR));
     for (int64_t k0 = 0; k0 < args->k; k0 += KC) {
         const int kc = part(k0, args->k, KC);
-        if (config->transpose_a)
-            pack_columns(tile->a, a, k0, i0, kc, rows, MR, config->dtype);
-        else
-            pack_rows(tile->a, a, k0, i0, kc, rows, MR, config->dtype);
         if (config->transpose_b)
-            pack_rows(tile->b, b, k0, j0, kc, cols, NR, config->dtype);
+            pack_rows(tiles->b, b, k0, j0, kc, cols, NR, config->dtype);
         else
-            pack_columns(tile->b, b, k0, j0, kc, cols, NR, config->dtype);
-        for (int j = 0; j < cols; j += NR)
-            for (int i = 0; i < rows; i += MR)
-                micro(tile->sums + i * SIDE + j, tile->a + sliver_at(i, MR, kc),
-                      tile->b + sliver_at(j, NR, kc), kc);
+            pack_columns(tiles->b, b, k0, j0, kc, cols, NR, config->dtype);
+        for (int i = 0; i < rows; i += SIDE)
+            add_terms(tiles, tiles->sums + i * SIDE, a, args, k0, i0 + i, kc, part(i, rows, SIDE),
+                      cols, MR, NR, micro);
     }
 }
 
@@ -175,22 +210,24 @@ HR_INLINE void finish_row(const gemm_args *args, const hr_rows *c, const float *
 }
 
 HR_INLINE void multiply_tiles(void *context, int64_t begin, int64_t end, const int MR, const int NR,
-                              void (*micro)(float *, const float *, const float *, int))
+                              const gemm_micro micro)
 {
     const gemm_args *const args = (const gemm_args *)context;
     const hr_gemm_config *const config = &args->config;
     const gemm_grid grid = grid_of(args);
-    gemm_tile tile;
-    for (int64_t t = begin; t < end; t++) {
-        const int64_t index = t / (grid.rows * grid.cols);
-        const int64_t i0 = t / grid.cols % grid.rows * SIDE, j0 = t % grid.cols * SIDE;
-        const int rows = part(i0, args->m, SIDE), cols = part(j0, args->n, SIDE);
+    gemm_tiles tiles;
+    for (int64_t t = begin, count; t < end; t += count) {
+        const int64_t index = t / (grid.rows * grid.cols), i = t % grid.rows;
+        const int64_t i0 = i * SIDE, j0 = t / grid.rows % grid.cols * SIDE;
+        count = part(i, grid.rows, STACK);
+        count = part(t, end, (int)count);
+        const int rows = part(i0, args->m, (int)count * SIDE), cols = part(j0, args->n, SIDE);
         const hr_rows a = in_batch(&args->a, index, config->batch_stride_a, config->dtype);
         const hr_rows b = in_batch(&args->b, index, config->batch_stride_b, config->dtype);
         const hr_rows c = in_batch(&args->c, index, config->batch_stride_c, config->out_dtype);
-        tile_sums(&tile, &a, &b, args, i0, j0, rows, cols, MR, NR, micro);
-        for (int i = 0; i < rows; i++)
-            finish_row(args, &c, tile.sums + i * SIDE, i0 + i, j0, cols);
+        sums_of_tiles(&tiles, &a, &b, args, i0, j0, rows, cols, MR, NR, micro);
+        for (int row = 0; row < rows; row++)
+            finish_row(args, &c, tiles.sums + row * SIDE, i0 + row, j0, cols);
     }
 }
 
