@@ -118,11 +118,13 @@ def test_params_of_every_rounding_are_stored_alike(dtype, levels):
 @pytest.mark.parametrize("largest", [1.0, 1.5, 2.0**-60, 2.0**60], ids=str)
 def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
     """With beta2 0 the second moment is the square of the gradient. Each block holds its largest
-    and squares of every size below: of 2^-149 to 1 times it, and those beside each border."""
+    and squares of every size below: of 2^-149 to 1 times it, close to one another in all decades of
+    the map, and those beside each border."""
     edges = ((MAPS[False][:-1] + MAPS[False][1:]) / 2).sqrt().float()
     beside = torch.cat([edges, *(edges.nextafter(torch.tensor(x)) for x in (0.0, 2.0))])
     every = (torch.arange(2**15, 2**15 + 0x3F80, dtype=torch.int32) << 16).view(torch.float32)
-    ratios = torch.cat([every.abs(), beside])
+    close = (torch.arange(0x39000, 0x3F800, dtype=torch.int32) << 12).view(torch.float32)
+    ratios = torch.cat([every.abs(), close, beside])
     ratios = torch.nn.functional.pad(ratios, (0, -ratios.numel() % (BLOCK - 1)))
     grad = torch.nn.functional.pad(ratios.view(-1, BLOCK - 1) * largest, (1, 0), value=largest)
     grad = grad.flatten()
