@@ -139,6 +139,29 @@ def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
         assert torch.equal(codes == 0, moment == 0)
 
 
+@pytest.mark.parametrize("numel", [4 * BLOCK, 4 * BLOCK - 3])
+def test_second_moments_with_scales_of_either_sign_are_stored_alike(numel, levels):
+    """No step makes a negative scale, but a state may hold one."""
+    torch.manual_seed(0)
+    codes = torch.randint(256, (2, numel), dtype=torch.uint8)
+    grad, scales = torch.randn(numel) * 0.1, torch.tensor([0.5, -0.5, -0.0, -1e-30])
+
+    def stepped(level):
+        _C.set_cpu_level(level)
+        lists = [
+            [x.clone()] for x in (torch.zeros(numel), grad, codes[0], scales, codes[1], scales)
+        ]
+        torch.ops.headroom.adamw8bit_(
+            *lists, [torch.ones(())], [], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0,
+            eps=1e-8, maximize=False, decoupled=True, block_size=BLOCK, weights_mode=0,
+        )  # fmt: skip
+        return [x for (x,) in lists]
+
+    wanted = stepped(_C.CpuLevel.BASELINE)
+    for level in levels:
+        assert_same_bits(stepped(level), wanted)
+
+
 @pytest.mark.parametrize("factor", [1 + 2.0**-11, 1 - 2.0**-12, 0.5, 2.0**-10, 3.0, 2.0**-20])
 def test_every_f16_is_read_and_rounded_alike(factor, levels):
     """Times factors that make ties, denormals, zeros and infinities of them; and their norm."""
