@@ -137,7 +137,7 @@ def _stepped(model: Any, optimizer: Any, batch: Any) -> int:
 def compared(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     """Returns the row of a case."""
     import headroom
-    from headroom.planning.polynomials import TOLERANCE
+    from headroom.data.polynomials import TOLERANCE
 
     torch.manual_seed(0)
     model, optimizer = case.make()

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .adapters import lora, merge, unmerge
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
+    from .data.forecast import forecast
     from .fitting import fit
     from .fitting.ladder import ladder
     from .grad.accumulate import GradAccumulator
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .patching import patch, unpatch
-    from .planning import fits, forecast, max_batch, plan
+    from .planning import fits, max_batch, plan
     from .profiling import profile
     from .quantizing import dequantize, load_quantized, quantize
     from .release import release_gradients
@@ -74,6 +75,7 @@ else:
             ".adapters": ("lora", "merge", "unmerge"),
             ".amp.cast_model": ("cast_model", "cast_report"),
             ".checkpointing": ("checkpoint", "checkpoint_every", "checkpoint_sequential"),
+            ".data.forecast": ("forecast",),
             ".fitting": ("fit",),
             ".fitting.ladder": ("ladder",),
             ".grad.accumulate": ("GradAccumulator",),
@@ -82,7 +84,7 @@ else:
             ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
             ".patching": ("patch", "unpatch"),
-            ".planning": ("fits", "forecast", "max_batch", "plan"),
+            ".planning": ("fits", "max_batch", "plan"),
             ".profiling": ("profile",),
             ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),

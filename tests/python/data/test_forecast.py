@@ -6,8 +6,8 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom.data.polynomials import TOLERANCE
 from headroom.memory import track
-from headroom.planning.polynomials import TOLERANCE
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..memory.events import Timeline
+from ..planning import Plan
+from ..planning.device import device_share
+from ..planning.masks import hidden_by
 from ..step.trees import tensors_in
-from .device import device_share
-from .masks import hidden_by
-from .result import Plan
 
 __all__ = ["TOLERANCE", "Form", "Peaks", "Polynomials"]
 

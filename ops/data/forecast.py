@@ -14,11 +14,10 @@ from .._core import drawing
 from .._core.progress import progress_bar
 from .._core.randomness import loader_kept
 from .._core.sizes import format_bytes, parse_bytes
+from ..planning import Plan, plan
 from ..step.errors import PlanError
 from ..step.micro_batches import largest_part, samples_of
-from .api import plan
 from .polynomials import TOLERANCE, Form, Polynomials, sizes_of
-from .result import Plan
 
 __all__ = ["Forecast", "Remedy", "forecast"]
 
