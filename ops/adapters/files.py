@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._core.atomic import replacing
 from .._core.dtensor import gathered
-from .._core.fsdp import fsdp_class
+from .._core.ranks import fsdp_class
 from ..nn.lora import Adapter, features_of, is_embedding, lora_layers, takes_adapters
 from ..nn.quantized import QuantizedLinear
 from ..nn.switched import outside, switched

@@ -183,8 +183,8 @@ std::vector<double> decoded(const MomentumRun &run, size_t k)
     EXPECT_EQ(hr_dynamic_map(map, 1), HR_OK);
     std::vector<double> values;
     for (size_t i = 0; i < codes.size(); i++)
-        values.push_back(double(map[int(codes[i])] *
-                                float(absmaxs[i / size_t(run.config.block_size)])));
+        values.push_back(
+            double(map[int(codes[i])] * float(absmaxs[i / size_t(run.config.block_size)])));
     return values;
 }
 
@@ -255,8 +255,9 @@ void expect_rule(Backend &backend, const MomentumCase &c)
             };
             ASSERT_EQ(new_ps[i], stored(p, PARAMS)) << "params[" << k << "], element " << i;
             wanted_ms.push_back(m);
-            if (!ms.empty() && !codes)
+            if (!ms.empty() && !codes) {
                 ASSERT_EQ(new_ms[i], stored(m, MOMENTS)) << "moments[" << k << "], element " << i;
+            }
         }
         if (codes)
             expect_codes(run, k, wanted_ms);
@@ -449,18 +450,20 @@ TEST_P(MomentumValues, NanZeroAndInfinity)
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
             std::vector<double> got = run.values(PARAMS, 0), wanted = clean.values(PARAMS, 0);
             const double moved = std::fabs(got[0] - before.values(PARAMS, 0)[0]);
-            if (std::isnan(value))
+            if (std::isnan(value)) {
                 EXPECT_TRUE(std::isnan(got[0]));
-            else if (c.rule == HR_LION && value != 0)
+            } else if (c.rule == HR_LION && value != 0) {
                 EXPECT_NEAR(moved, 1e-2, 1e-6);
-            else if (value != 0)
+            } else if (value != 0) {
                 EXPECT_TRUE(std::isinf(got[0]));
-            else if (c.momentum == 0)
+            } else if (c.momentum == 0) {
                 EXPECT_EQ(moved, 0);
+            }
             got[0] = wanted[0] = 0;
             EXPECT_EQ(got, wanted);
-            if (c.moment == HR_U8 && value != 0)
+            if (c.moment == HR_U8 && value != 0) {
                 EXPECT_TRUE(std::isnan(run.values(ABSMAXS, 0)[0])); // and so its block
+            }
         }
 }
 
