@@ -18,6 +18,11 @@ static struct {
     quant_maps maps;
     dynamic_vectors vectors;
     float begins[8], slopes[8]; /* of the decades; [7] begins is where 1 does */
+    /* For AVX2, by decade less 1, of which the first two share a line, and 1 is the last: where it
+     * ends, and its line with DYNAMIC_OFFSET. */
+    struct {
+        float ends[8], slopes[8], offsets[8], lasts[8];
+    } lines;
 } kept;
 
 static void fill_tables(void)
@@ -28,7 +33,12 @@ static void fill_tables(void)
     for (int d = 0; d < 8; d++) {
         kept.begins[d] = map->thresholds[dynamic_zero(1) + (1 << d) - 1];
         kept.slopes[d] = map->slopes[d + 1];
+        kept.lines.slopes[d] = d > 0 ? map->slopes[d + 1] : 0.5f / kept.begins[0];
+        kept.lines.offsets[d] = (d > 0 ? map->offsets[d + 1] : 0.0f) + DYNAMIC_OFFSET;
+        kept.lines.lasts[d] = map->lasts[d + 1] + DYNAMIC_OFFSET;
     }
+    for (int d = 0; d < 8; d++)
+        kept.lines.ends[d] = d < 7 ? kept.begins[d + 1] : INFINITY;
 }
 
 static void need_tables(void)
@@ -115,8 +125,78 @@ CODES_VARIANT(, decode_range, baseline)
 CODES_VARIANT(, encode_range, baseline)
 
 #if defined(__x86_64__) && defined(__GNUC__)
-CODES_VARIANT(CPU_AVX2, decode_range, avx2)
-CODES_VARIANT(CPU_AVX2, encode_range, avx2)
+/* Loads of values take two instructions each, of which those that insert compute nothing. */
+CPU_AVX2 static void decode_range_avx2(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    const int32_t *const bits = (const int32_t *)(const void *)kept.maps.map[1].values;
+    int64_t i = begin;
+    for (; end - i >= 8; i += 8) {
+        const uint8_t *const codes = r->codes + i;
+        __m128i half[2];
+        for (int k = 0; k < 2; k++) {
+            half[k] = _mm_cvtsi32_si128(bits[codes[4 * k]]);
+            half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 1]], 1);
+            half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 2]], 2);
+            half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 3]], 3);
+        }
+        const __m256 values = _mm256_castsi256_ps(_mm256_set_m128i(half[1], half[0]));
+        _mm256_storeu_ps(r->x + i, _mm256_mul_ps(values, _mm256_set1_ps(r->absmax)));
+    }
+    decode_range(context, i, end);
+}
+
+CPU_AVX2 HR_INLINE __m256i entries_avx2(const float *table, __m256i entry)
+{
+    return _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)table), entry);
+}
+
+/* The codes of 8 numbers in words. A word of *least is 0 if one is not sure. */
+CPU_AVX2 HR_INLINE __m256i encode8_avx2(const float *x, float scale, __m256i *least)
+{
+    const __m256i y = _mm256_castps_si256(_mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(scale)));
+    const __m256i sign = _mm256_srai_epi32(y, 31);
+    const __m256i magnitude =
+        _mm256_sub_epi32(_mm256_and_si256(y, _mm256_set1_epi32(0x7FFFFFFF)), sign);
+    /* The line or the one before, from the exponent: 0.32 decades for each binade from 2^-21. */
+    const __m256i binade =
+        _mm256_subs_epu16(_mm256_srli_epi32(magnitude, 23), _mm256_set1_epi32(106));
+    const __m256i guess = _mm256_mulhi_epu16(binade, _mm256_set1_epi32(21000));
+    const __m256i end = entries_avx2(kept.lines.ends, guess);
+    const __m256i line = _mm256_sub_epi32(guess, _mm256_cmpgt_epi32(magnitude, end));
+    const __m256 slope = _mm256_castsi256_ps(entries_avx2(kept.lines.slopes, line));
+    const __m256 offset = _mm256_castsi256_ps(entries_avx2(kept.lines.offsets, line));
+    const __m256i place =
+        _mm256_castps_si256(_mm256_fmadd_ps(_mm256_castsi256_ps(magnitude), slope, offset));
+    const __m256i bits = _mm256_min_epi32(place, entries_avx2(kept.lines.lasts, line));
+    const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
+    *least = _mm256_min_epu32(*least, _mm256_and_si256(bits, _mm256_set1_epi32(fraction)));
+    const __m256i distance =
+        _mm256_and_si256(_mm256_srli_epi32(bits, DYNAMIC_FRACTION_BITS), _mm256_set1_epi32(255));
+    const __m256i with_sign = _mm256_sub_epi32(_mm256_xor_si256(distance, sign), sign);
+    return _mm256_add_epi32(with_sign, _mm256_set1_epi32(127));
+}
+
+CPU_AVX2 static void encode_range_avx2(void *context, int64_t begin, int64_t end)
+{
+    const codes_run *const r = (const codes_run *)context;
+    int64_t i = begin;
+    for (; end - i >= 32; i += 32) {
+        __m256i least = _mm256_set1_epi32(-1), words[4];
+        for (int k = 0; k < 4; k++)
+            words[k] = encode8_avx2(r->x + i + 8 * k, r->scale, &least);
+        /* The packs take 4 words of each in turn, and make -1, which is not in the map, 0. */
+        const __m256i first = _mm256_packs_epi32(words[0], words[1]);
+        const __m256i last = _mm256_packs_epi32(words[2], words[3]);
+        const __m256i codes = _mm256_permutevar8x32_epi32(
+            _mm256_packus_epi16(first, last), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        _mm256_storeu_si256((__m256i *)(r->codes + i), codes);
+        const __m256i unsure = _mm256_cmpeq_epi32(least, _mm256_setzero_si256());
+        if (__builtin_expect(!_mm256_testz_si256(unsure, unsure), 0))
+            encode_each(r, i, i + 32);
+    }
+    encode_range(context, i, end);
+}
 
 CPU_AVX512 static void decode_range_avx512(void *context, int64_t begin, int64_t end)
 {
@@ -133,17 +213,21 @@ CPU_AVX512 static void decode_range_avx512(void *context, int64_t begin, int64_t
 CPU_AVX512 static void encode_range_avx512(void *context, int64_t begin, int64_t end)
 {
     const codes_run *const r = (const codes_run *)context;
-    for (int64_t i = begin; i < end; i += 16) {
-        const __mmask16 there = (__mmask16)(end - i < 16 ? (1u << (end - i)) - 1u : 0xFFFFu);
-        const __m512 x = _mm512_maskz_loadu_ps(there, r->x + i);
-        const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(r->scale));
-        __mmask16 sure;
-        const __m512i words = dynamic_codes_avx512(&kept.vectors, y, x, 1, &sure);
-        _mm512_mask_cvtepi32_storeu_epi8(r->codes + i, there, words);
-        uint32_t unsure = there & ~(uint32_t)sure;
-        for (; __builtin_expect(unsure != 0, 0); unsure &= unsure - 1)
-            encode_each(r, i + __builtin_ctz(unsure), i + __builtin_ctz(unsure) + 1);
+    int64_t i = begin;
+    for (; end - i >= CPU_STEP; i += CPU_STEP) {
+        uint32_t all_sure = 0xFFFFu;
+        for (int k = 0; k < CPU_STEP; k += 16) {
+            const __m512 x = _mm512_loadu_ps(r->x + i + k);
+            const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(r->scale));
+            __mmask16 sure;
+            const __m512i words = dynamic_codes_avx512(&kept.vectors, y, x, 1, &sure);
+            _mm_storeu_si128((__m128i *)(r->codes + i + k), _mm512_cvtepi32_epi8(words));
+            all_sure &= sure;
+        }
+        if (__builtin_expect(all_sure != 0xFFFFu, 0))
+            encode_each(r, i, i + CPU_STEP);
     }
+    encode_range(context, i, end);
 }
 
 static const hr_range_fn decode_range_variants[] = {decode_range_baseline, decode_range_avx2,
