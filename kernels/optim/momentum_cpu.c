@@ -8,7 +8,7 @@
  */
 #include "kernels/core/halves_cpu.h"
 #include "kernels/optim/momentum.h"
-#include "kernels/quant/signed_codes_cpu.h"
+#include "kernels/quant/quantize_blocks_cpu_signed.h"
 #include "kernels/weights/weights_cpu.h"
 
 #define MOMENTUM_TILE 512 /* elements: whole blocks of codes */
@@ -95,7 +95,7 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
         moment = tiles[MOMENT];
         cpu_prefetch(p->moment, i, count, end, HR_U8);
         for (int j = 0; j < count; j += p->block_size)
-            signed_codes_decode((const uint8_t *)p->moment + i + j,
+            quant_decode_signed((const uint8_t *)p->moment + i + j,
                                 momentum_part_of(count, j, p->block_size),
                                 p->absmax[(i + j) / p->block_size], moment + j);
     } else if (!p->kind.plain) {
@@ -108,7 +108,7 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
     if (!weights && p->param_dtype != HR_F32)
         halves_from_tile(p->param, i, count, p->param_dtype, param, halves);
     for (int j = 0; p->absmax && j < count; j += p->block_size)
-        p->absmax[(i + j) / p->block_size] = signed_codes_encode(
+        p->absmax[(i + j) / p->block_size] = quant_encode_signed(
             moment + j, momentum_part_of(count, j, p->block_size), (uint8_t *)p->moment + i + j);
     if (!p->absmax && !p->kind.plain && p->moment_dtype != HR_F32)
         halves_from_tile(p->moment, i, count, p->moment_dtype, moment, halves);

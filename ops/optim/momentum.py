@@ -61,13 +61,13 @@ class OneMoment(Optimizer):
             group.setdefault("fused", None)
         super().__setstate__(state)
 
-    def has_moment(self, group: dict[str, Any]) -> bool:
+    def _has_moment(self, group: dict[str, Any]) -> bool:
         """Returns whether the parameters of a group have a moment."""
         return True
 
     def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
-        if self.has_moment(group):
+        if self._has_moment(group):
             return (Layout((Slot(self.moment, dtype=dtype, loads=FLOATS), STEP)),)
         # Random numbers depend on the step, and nothing else does.
         return (Layout((STEP,) if mode_of(group).is_random else ()),)
@@ -175,7 +175,7 @@ class SGD(OneMoment):
         if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
-    def has_moment(self, group: dict[str, Any]) -> bool:
+    def _has_moment(self, group: dict[str, Any]) -> bool:
         return group["momentum"] != 0
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:

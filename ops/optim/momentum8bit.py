@@ -24,7 +24,7 @@ class OneMoment8bit(EightBit, OneMoment):
         OneMoment.__init__(self, params, {"optim_bits": 8} | given)
 
     def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        return super().layout_index(param, group) if self.has_moment(group) else 0
+        return super().layout_index(param, group) if self._has_moment(group) else 0
 
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if bucket.layout.index != EIGHT_BIT:

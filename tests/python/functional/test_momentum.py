@@ -6,6 +6,7 @@ import functools
 import headroom
 import pytest
 import torch
+from headroom._core.table import table_of
 from headroom.functional import dequantize_blocks, lion_, quantize_blocks, sgd_
 
 from helpers.bits import assert_same_bits
@@ -133,6 +134,17 @@ def calls(device):
     yield (params, grads, codes, absmaxs, steps, []), lion
     turned = [[t.t() if t.dim() == 2 else t for t in list_] for list_ in (params, grads)]
     yield (*turned, [torch.zeros_like(p) for p in params], [], steps, []), lion
+
+
+def test_opcheck_of_the_call_by_addresses():
+    """It deals in addresses, which mean nothing for a fake tensor. Nothing traces it."""
+    params, moments, steps = tensors(), tensors(seed=2), counters("cpu")
+    state = {p: {"m": m, "step": s} for p, m, s in zip(params, moments, steps)}
+    table = table_of((params, tensors(seed=1)), state, ("m",), ("step",))
+    op, checks = torch.ops.headroom._momentum_table_, ("test_schema", "test_autograd_registration")
+    *_, (_, options) = calls("cpu")
+    options |= {"codes": False, "counted": True}
+    torch.library.opcheck(op.default, (params[0], table), options, test_utils=checks)
 
 
 def test_opcheck():

@@ -29,6 +29,8 @@ REGISTERS = {
     # Two blocks to a multiprocessor: with so many instructions per element, loads take less long.
     "divergence_backward_kernel": 128,
     "divergence_forward_kernel": 128,
+    "momentum_codes_kernel": 80,
+    "momentum_kernel": 80,
     "linear_few_kernel": 128,  # the sums of 16 rows of x, and codes a tile ahead
     # x, dy, weights and their sums. Two blocks to a multiprocessor: there are 256 groups of rows.
     "norm_backward_kernel": 128,

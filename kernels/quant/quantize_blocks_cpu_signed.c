@@ -1,12 +1,12 @@
 /*
- * signed_codes_cpu.c: the loops over the codes of a block, with the best instruction set.
+ * quantize_blocks_cpu_signed.c: the loops over the codes of a block, with the best instruction set.
  *
  * Encoding finds the decade of a number and, by its line, a code, and sees whether the number lies so
- * close to a midpoint that this may be wrong; quant_encode() decides then. It is that of
- * dynamic_map_cpu.h where there is AVX-512, and elsewhere a plain loop that compares a number with
- * the beginning of every decade, because tables in memory would keep it from being vectorized.
+ * close to a midpoint that this may be wrong; quant_encode() decides then. With AVX-512 it is that of
+ * dynamic_map_cpu.h. With AVX2 the lines are permuted from registers; and a plain loop compares a
+ * number with the beginning of every decade, because loads by index would cost it more.
  */
-#include "kernels/quant/signed_codes_cpu.h"
+#include "kernels/quant/quantize_blocks_cpu_signed.h"
 
 #include <pthread.h>
 
@@ -239,14 +239,14 @@ static const hr_range_fn decode_range_variants[] = {decode_range_baseline};
 static const hr_range_fn encode_range_variants[] = {encode_range_baseline};
 #endif
 
-void signed_codes_decode(const uint8_t *codes, int count, float absmax, float *x)
+void quant_decode_signed(const uint8_t *codes, int count, float absmax, float *x)
 {
     need_tables();
     codes_run run = {x, (uint8_t *)codes, absmax, 0.0f};
     CPU_BEST(decode_range)(&run, 0, count);
 }
 
-float signed_codes_encode(const float *x, int count, uint8_t *codes)
+float quant_encode_signed(const float *x, int count, uint8_t *codes)
 {
     need_tables();
     codes_run run = {(float *)x, codes, 0.0f, 0.0f};
