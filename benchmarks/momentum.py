@@ -11,6 +11,7 @@ import torch
 from ._lists import Lists, on_next
 from ._model import OP_ONLY, Shapes, model_for, optimizer_step
 from .harness import Bar, Case, Contender, Rotation, SameWork, Unavailable
+from .instructions.row import FACTOR, Row
 
 F32, BF16 = torch.float32, torch.bfloat16
 SGD = {"lr": 0.01, "momentum": 0.9}
@@ -159,3 +160,71 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             ),
         ]
     return all_cases
+
+
+BUDGETS = [
+    Row("momentum_kernel", "f32, SGD", 20, 12, 8, FACTOR, 2, {"90": 13.9, "86": 13.9, "75": 13.9}),
+    Row("momentum_kernel", "f32, Lion", 20, 12, 8, FACTOR, 7, {"90": 20.2, "86": 20.2, "75": 20.2}),
+    Row(
+        "momentum_kernel",
+        "f32, SGD without momentum",
+        12,
+        8,
+        4,
+        FACTOR,
+        1,
+        {"90": 7.1, "86": 7.1, "75": 7.1},
+    ),
+    Row("momentum_kernel", "bf16, SGD", 10, 6, 4, FACTOR, 2, {"90": 13.3, "86": 13.3, "75": 27.7}),
+    Row("momentum_kernel", "bf16, Lion", 10, 6, 4, FACTOR, 7, {"90": 19.6, "86": 19.6, "75": 34}),
+    Row(
+        "momentum_kernel",
+        "remainder16, f32 moments, SGD",
+        22,
+        10,
+        8,
+        FACTOR,
+        2,
+        {"90": 28.4, "86": 28.2, "75": 27.7},
+    ),
+    Row(
+        "momentum_codes_kernel",
+        "f32, SGD",
+        14.03,
+        10,
+        5,
+        FACTOR,
+        5,
+        {"90": 35.8, "86": 34.8, "75": 36.7},
+    ),
+    Row(
+        "momentum_codes_kernel",
+        "f32, Lion",
+        14.03,
+        10,
+        5,
+        FACTOR,
+        10,
+        {"90": 41.8, "86": 40.8, "75": 42.1},
+    ),
+    Row(
+        "momentum_codes_kernel",
+        "bf16, SGD",
+        8.03,
+        5.5,
+        3,
+        FACTOR,
+        5,
+        {"90": 44.2, "86": 43.9, "75": 45.4},
+    ),
+    Row(
+        "momentum_codes_kernel",
+        "bf16, Lion",
+        8.03,
+        5.5,
+        3,
+        FACTOR,
+        10,
+        {"90": 39.8, "86": 38.7, "75": 48},
+    ),
+]
