@@ -183,8 +183,8 @@ std::vector<double> decoded(const MomentumRun &run, size_t k)
     EXPECT_EQ(hr_dynamic_map(map, 1), HR_OK);
     std::vector<double> values;
     for (size_t i = 0; i < codes.size(); i++)
-        values.push_back(double(map[int(codes[i])] *
-                                float(absmaxs[i / size_t(run.config.block_size)])));
+        values.push_back(
+            double(map[int(codes[i])] * float(absmaxs[i / size_t(run.config.block_size)])));
     return values;
 }
 
