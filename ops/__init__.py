@@ -58,12 +58,13 @@ if TYPE_CHECKING:
     from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .patching import patch, unpatch
-    from .planning import fits, max_batch, plan
+    from .planning import fits, forecast, max_batch, plan
     from .profiling import profile
     from .quantizing import dequantize, load_quantized, quantize
     from .release import release_gradients
     from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
+    from .step.micro_batches import micro_batches
 else:
     __getattr__, _ = lazy(
         __name__,
@@ -79,11 +80,12 @@ else:
             ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
             ".patching": ("patch", "unpatch"),
-            ".planning": ("fits", "max_batch", "plan"),
+            ".planning": ("fits", "forecast", "max_batch", "plan"),
             ".profiling": ("profile",),
             ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),
             ".retrying": ("retry_on_oom",),
+            ".step.micro_batches": ("micro_batches",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
         """adapters amp checkpointing fitting grad host integrations loss memory nn optim patching
@@ -118,6 +120,7 @@ __all__ = [
     "fit",
     "fits",
     "fitting",
+    "forecast",
     "functional",
     "get_include",
     "get_library_dir",
@@ -136,6 +139,7 @@ __all__ = [
     "max_batch",
     "memory",
     "merge",
+    "micro_batches",
     "nn",
     "optim",
     "patch",

@@ -56,6 +56,37 @@ def generators_kept(*devices: torch.device | None) -> Iterator[None]:
         restore_generators(states)
 
 
+@contextmanager
+def loader_kept(loader: Any) -> Iterator[None]:
+    """Runs a block that reads from a DataLoader, after which all random numbers, also those of the
+    generators that it and its samplers draw from, go on as if it had not run."""
+    states = [(generator, generator.get_state()) for generator in generators_in(loader)]
+    with generators_kept():
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def generators_in(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that a DataLoader, or a sampler, and its samplers hold."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    parts = [loader]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif name.endswith(("sampler", "base_dataloader")):
+                parts.append(value)
+    return list(found.values())
+
+
 class Random:
     """Keeps the states of the generators of torch that a function may draw from, now."""
 

@@ -17,10 +17,10 @@ from ..fitting import Fitted
 from ..fitting.choice import Choice
 from ..fitting.ranks import together
 from ..step.description import Step
-from ..step.micro_batches import SAMPLES, parts, samples_of, shares
+from ..step.micro_batches import SAMPLES, can_cut, parts, repeated, samples_of, shares
 from ..step.rules import rules_of
 from ..step.run import Total, passes
-from .batches import moved, repeated
+from .batches import moved
 from .first_steps import ToldSteps
 from .loops import (
     WHOLE_BATCHES,
@@ -215,7 +215,7 @@ def fit(
         )
         rule = rule_of_parts(step, rules_of(step), 1)
     size = samples_of(batch) or 1
-    cuts = [n for n in range(1, size + 1) if size % n == 0] if rule else [1]
+    cuts = [n for n in range(1, size + 1) if can_cut(batch, n)] if rule else [1]
     only: dict[str, Any] = {
         "release": (False,),
         "micro_batches": tuple(steps * n for n in cuts),

@@ -1,23 +1,29 @@
-"""A batch of a loader, taken without the training noticing."""
+"""The largest batch of a loader, taken without the training noticing."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._core.randomness import generators_kept
+from .._core.randomness import generators_in, loader_kept
+from ..step.micro_batches import bytes_of
 from ..step.trees import mapped
 
-__all__ = ["moved", "repeated", "sample_batch"]
+__all__ = ["moved", "sample_batch"]
+
+
+# Batches that are looked at for the largest, and those after which, if all are of one size, no
+# other is expected.
+MOST, ALIKE = 256, 8
 
 
 def sample_batch(loader: Any, *, who: str) -> Any:
-    """Returns a batch such as ``loader`` yields, on the CPU.
+    """Returns the largest of the first batches that ``loader`` yields, on the CPU: of 256, or of 8
+    if these are of one size.
 
     The order of its samples and all random numbers stay as they were: indices come from a copy of
     the sampler, samples are read in this process, and generators are put back. A dataset that is
@@ -36,7 +42,7 @@ def sample_batch(loader: Any, *, who: str) -> Any:
             f"{who}: the training loader is {type(loader).__name__}, wanted a DataLoader; give "
             "sample_batch="
         )
-    with generators_kept(), _own_generators_kept(loader):
+    with loader_kept(loader):
         data = loader.dataset
         how: dict[str, Any]
         if isinstance(data, IterableDataset):
@@ -46,7 +52,14 @@ def sample_batch(loader: Any, *, who: str) -> Any:
         else:
             how = {"batch_sampler": _copied(loader.batch_sampler, data)}
         plain = DataLoader(data, collate_fn=loader.collate_fn, **how)
-        found = next(iter(plain), None)
+        found, sizes = None, set()
+        for number, batch in enumerate(islice(plain, MOST), start=1):
+            size = bytes_of(batch)
+            if found is None or size > max(sizes):
+                found = batch
+            sizes.add(size)
+            if number >= ALIKE and len(sizes) == 1:
+                break
     if found is None:
         raise ValueError(f"{who}: the training loader has no batch; give sample_batch=")
     return found
@@ -54,46 +67,11 @@ def sample_batch(loader: Any, *, who: str) -> Any:
 
 def _copied(sampler: Any, data: Any) -> Any:
     """Returns a sampler that can be used up; the data, which may be large, are not copied."""
-    generators = {id(generator): generator for generator in _generators(sampler)}
+    generators = {id(generator): generator for generator in generators_in(sampler)}
     return copy.deepcopy(sampler, {id(data): data, **generators})
-
-
-@contextmanager
-def _own_generators_kept(loader: Any) -> Iterator[None]:
-    """Puts back the generators that the loader and its samplers draw from."""
-    states = [(generator, generator.get_state()) for generator in _generators(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-def _generators(of: Any) -> list[torch.Generator]:
-    found: dict[int, torch.Generator] = {}
-    seen: set[int] = set()
-    parts = [of]
-    while parts:
-        part = parts.pop()
-        if id(part) in seen or not hasattr(part, "__dict__"):
-            continue
-        seen.add(id(part))
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Generator):
-                found[id(value)] = value
-            elif name.endswith(("sampler", "base_dataloader")):
-                parts.append(value)
-    return list(found.values())
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """Returns a batch with all tensors on ``device``."""
     # A mapping may know how, and keep more than its items.
     return batch.to(device) if hasattr(batch, "to") else mapped(batch, lambda x: x.to(device))
-
-
-def repeated(batch: Any, times: int) -> Any:
-    """Returns a batch of ``times`` as many samples, which are its own again and again."""
-    if times == 1:
-        return batch
-    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() else x)

@@ -14,7 +14,8 @@ from .._core.randomness import generators_kept
 from ..fitting import Fitted
 from ..fitting.ranks import together
 from ..step.description import Step
-from .batches import repeated, sample_batch
+from ..step.micro_batches import repeated
+from .batches import sample_batch
 from .loops import (
     OPTIMIZER_STAYS,
     FitsLoop,

@@ -187,8 +187,8 @@ class FitsLoop:
         allow: what may change the mathematics, as in :func:`headroom.fit`.
         host_budget: bytes that the host may hold of what leaves the device, as in
             :func:`headroom.fit`; None: nothing leaves it.
-        sample_batch: a batch as the loader yields it, where the first one is not among the
-            longest. None: the first one.
+        sample_batch: a batch as the loader yields it, such as the worst one of
+            :func:`headroom.forecast`. None: the largest of the first 256.
         tell: is called with the table of what was chosen, and after three steps with what was
             measured, on the first rank.
 

@@ -12,7 +12,8 @@ import torch
 from ..fitting import Fitted
 from ..fitting.ranks import gathered, together
 from ..step.description import Step
-from .batches import repeated
+from ..step.micro_batches import repeated
+from ..step.restoring import ModelBefore
 from .loops import (
     WHOLE_BATCHES,
     FitsLoop,
@@ -69,6 +70,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     """
 
     _trains = False
+    _step: Step | None = None  # of the Trainer, on the batches that were planned
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint of the Trainer keeps: the choice, which a resumed run takes."""
@@ -111,6 +113,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             # restore_callback_states_from_checkpoint=True has made another one of a checkpoint.
             self.__dict__ = attached.__dict__
         self._fit_once(trainer, late=True)
+        self._warm_up(trainer)
         # transformers looks for the state of every callback in a checkpoint that it resumed from.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -134,6 +137,20 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         """Tells what was measured."""
         if self.measured is not None:
             self.measured.end()
+
+    def _warm_up(self, trainer: Trainer) -> None:
+        """Runs the forward and backward pass of the largest batch, of which nothing stays: what
+        does not fit fails before the first step, and later ones find room of that size."""
+        assert self._step is not None
+        model, before = self._step.model, ModelBefore(self._step.model)
+        with before:
+            before.keep(model.parameters())
+            inputs = step_of(trainer, inputs_of(trainer, self.sample_batch, who=WHO))
+            try:
+                self._step.loss_of(model, inputs).backward()
+            finally:
+                model.zero_grad()
+                before.restore()
 
     def _fit_once(self, trainer: Trainer, *given: Any, **options: Any) -> None:
         if self.fitted is None:
@@ -190,6 +207,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             max_grad_norm=args.max_grad_norm or float("inf"),
             **precision,
         )
+        self._step = step
 
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:
             with together():

@@ -7,6 +7,7 @@ of this one.
 from ..step.errors import PlanError
 from .advice import Advice
 from .api import fits, max_batch, plan
+from .forecast import Forecast, Remedy, forecast
 from .result import DeviceShare, Plan
 from .sharding import DDP, FSDP
 
@@ -15,9 +16,12 @@ __all__ = [
     "FSDP",
     "Advice",
     "DeviceShare",
+    "Forecast",
     "Plan",
     "PlanError",
+    "Remedy",
     "fits",
+    "forecast",
     "max_batch",
     "plan",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..patching import attention
 
-__all__ = ["masks_of"]
+__all__ = ["hidden_by", "masks_of"]
 
 
 @contextmanager
@@ -31,22 +31,29 @@ def masks_of(batch: Any) -> Iterator[None]:
     if module is None:
         yield
         return
-    given = batch if isinstance(batch, Mapping) else {}
-    mask = given.get("attention_mask")
-    is_full = isinstance(mask, Tensor) and not mask.is_meta and bool(mask.all())
+    is_full, begins_anew = hidden_by(batch)
     with ExitStack() as stack:
 
         def replace(name: str, made: Callable[[Any], Any]) -> None:
             if (function := getattr(module, name, None)) is not None:
                 stack.enter_context(mock.patch.object(module, name, made(function)))
 
-        if not _begin_anew(given.get("position_ids")):
+        if not begins_anew:
             replace("find_packed_sequence_indices", _none)
         if is_full:
             replace("_ignore_causal_mask_sdpa", _without_mask)
             replace("_ignore_bidirectional_mask_sdpa", _without_mask)
             stack.enter_context(mock.patch.object(attention, "is_full", lambda mask: True))
         yield
+
+
+def hidden_by(batch: Any) -> tuple[bool, bool]:
+    """Returns whether a batch has a mask that hides nothing, and whether its positions begin anew
+    within a row: what of its values an attention depends on."""
+    given = batch if isinstance(batch, Mapping) else {}
+    mask = given.get("attention_mask")
+    is_full = isinstance(mask, Tensor) and not mask.is_meta and bool(mask.all())
+    return is_full, _begin_anew(given.get("position_ids"))
 
 
 def _begin_anew(positions: Any) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._core.checks import check_count
+from .packed import chosen, ends_of, resized_row, spread
 from .trees import mapped, tensors_in
 
 __all__ = [
@@ -21,10 +23,14 @@ __all__ = [
     "SUM",
     "TOKENS",
     "bytes_of",
+    "can_cut",
     "counts",
     "labels_of",
+    "largest_part",
+    "micro_batches",
     "mixes_samples",
     "parts",
+    "repeated",
     "resized",
     "samples_of",
     "shares",
@@ -41,8 +47,10 @@ IGNORED = -100  # the label of what counts for nothing, in losses of torch and o
 
 
 def samples_of(batch: Any) -> int | None:
-    """Returns the samples of a batch: the first dimension of its first tensor that has one. None
-    if there is no such tensor."""
+    """Returns the samples of a batch: the first dimension of its first tensor that has one, or the
+    sequences that are packed into its one row. None if there is no such tensor."""
+    if (ends := ends_of(batch)) is not None:
+        return len(ends) - 1
     first = next((x for x in tensors_in(batch) if x.dim()), None)
     return None if first is None else first.shape[0]
 
@@ -57,13 +65,16 @@ def parts(batch: Any, count: int) -> list[Any]:
     where the samples cannot be divided so. Where these are fewer, so are the parts.
 
     Tensors whose first dimension is that of the first tensor are cut along it; everything else is
-    in every part.
+    in every part. A row of packed sequences is cut at their ends, into parts of about as many
+    tokens.
 
     Raises:
         ValueError: the batch has no samples.
     """
     if count == 1:
         return [batch]
+    if (ends := ends_of(batch)) is not None:
+        return [chosen(batch, ends, numbers) for numbers in spread(ends, min(count, len(ends) - 1))]
     samples = samples_of(batch)
     if not samples:
         raise ValueError(
@@ -78,11 +89,43 @@ def parts(batch: Any, count: int) -> list[Any]:
     return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
 
 
+def micro_batches(batch: Any, count: int, *, next_tokens: bool = False) -> list[tuple[Any, int]]:
+    """Returns micro-batches of a batch, each with its weight in the mean:
+    ``accumulator.micro_batch(weight=weight)`` of a :class:`headroom.GradAccumulator`.
+
+    The weight is the number of labels that are not -100, or of samples in a batch without labels.
+    Rows of packed sequences are cut at their ends, in parts of about as many tokens; other batches
+    along the first dimension.
+
+    Args:
+        batch: a tensor, or tensors in a dict, tuple or list. Labels are ``batch["labels"]``, or the
+            last of a tuple.
+        count: how many micro-batches. There are fewer if there are fewer samples.
+        next_tokens: the model has each token predict the one after it, so that the first label of
+            each sequence does not count either.
+
+    Raises:
+        ValueError: the batch has no samples, or ``count`` is below 1.
+    """
+    check_count("count", count, 1)
+    each = parts(batch, count)
+    if labels_of(batch) is None:
+        return [(part, samples_of(part) or 1) for part in each]
+    return [(part, int(_counted(part, next_tokens))) for part in each]
+
+
+def largest_part(batch: Any, count: int) -> Any:
+    """Returns the one of ``count`` parts of a batch that takes the most memory."""
+    return max(parts(batch, count), key=bytes_of)
+
+
 def some_samples(batch: Any, count: int) -> Any:
     """Returns a batch of at most ``count`` of the samples, spread over all of them, which are
     copies: views would keep the memory of all of them."""
     samples = samples_of(batch) or 0
     rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
+    if (ends := ends_of(batch)) is not None:
+        return mapped(chosen(batch, ends, rows), torch.clone)
     return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
 
 
@@ -92,6 +135,8 @@ def resized(batch: Any, samples: int) -> Any:
     Raises:
         ValueError: the batch has no samples.
     """
+    if (ends := ends_of(batch)) is not None:
+        return resized_row(batch, ends, samples)
     count = samples_of(batch)
     if count is None:
         raise ValueError(
@@ -106,12 +151,27 @@ def resized(batch: Any, samples: int) -> Any:
     return mapped(batch, resize)
 
 
-def counts(samples: int | None) -> Iterator[int]:
-    """Yields the numbers of micro-batches to look at: of those that divide the samples, the first
-    from each power of two on, up to 64."""
+def repeated(batch: Any, times: int) -> Any:
+    """Returns a batch of ``times`` as many samples, which are its own again and again."""
+    if times == 1:
+        return batch
+    if (ends := ends_of(batch)) is not None:
+        return chosen(batch, ends, [*range(len(ends) - 1)] * times)
+    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() else x)
+
+
+def can_cut(batch: Any, count: int) -> bool:
+    """Returns whether a batch has ``count`` parts of equal size, or, of a row of packed sequences,
+    of about as many tokens."""
+    samples = samples_of(batch) or 1
+    return count <= samples if ends_of(batch) is not None else samples % count == 0
+
+
+def counts(batch: Any) -> Iterator[int]:
+    """Yields the numbers of micro-batches to look at: of those that the batch can be cut into, the
+    first from each power of two on, up to 64."""
     for power in range(1, 7):
-        fitting = (n for n in range(2**power, 2 ** (power + 1)) if samples and samples % n == 0)
-        yield from islice(fitting, 1)
+        yield from islice((n for n in range(2**power, 2 ** (power + 1)) if can_cut(batch, n)), 1)
 
 
 def mixes_samples(model: nn.Module) -> bool:
@@ -146,6 +206,8 @@ def _counted(part: Any, shifted: bool) -> Tensor:
     labels = labels_of(part)
     assert labels is not None
     if shifted and labels.dim() > 1 and not (isinstance(part, Mapping) and "shift_labels" in part):
+        if (ends := ends_of(part)) is not None:
+            labels = labels.index_fill(-1, labels.new_tensor(ends[:-1]), IGNORED)
         labels = labels[..., 1:]
     return labels.ne(IGNORED).sum()
 

@@ -27,7 +27,7 @@ from ...quantizing.frozen import quantize_alike, quantize_shapes
 from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
-from ...step.micro_batches import parts, some_samples
+from ...step.micro_batches import largest_part, some_samples
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ..choice import Choice
@@ -218,7 +218,7 @@ class Candidates:
             step.but(
                 model=model,
                 optimizer=optimizer,
-                batch=parts(step.batch, choice.micro_batches)[0],
+                batch=largest_part(step.batch, choice.micro_batches),
                 accumulation=min(2, choice.micro_batches),  # the second is like all that follow
                 starts_short=True,  # the first step is there to leave behind what later ones find
                 release=choice.release and bucket_of(step.model, choice.dtype),
@@ -394,7 +394,7 @@ class Candidates:
     def _step_of(self, key: _Pass) -> Step:
         """Returns the step that is measured: of a part of the batch, and of weights in 16 bits, or
         frozen ones in few."""
-        step = self.step.but(batch=parts(self.step.batch, key.micro_batches)[0])
+        step = self.step.but(batch=largest_part(self.step.batch, key.micro_batches))
         if key.tensors == ("given", "given"):
             return step
         model = private_copy(step.model)

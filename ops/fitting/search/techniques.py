@@ -16,7 +16,7 @@ from ...optim.replacing import can_offload, is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
-from ...step.micro_batches import counts, mixes_samples, samples_of
+from ...step.micro_batches import can_cut, counts, mixes_samples
 from ..choice import ALLOWABLE, FORMATS, Choice
 
 OF_STATE = ("offload", "state_budget")
@@ -151,9 +151,8 @@ def techniques_of(
         fused_losses = (True,)  # as the user wants it
     elif step.loss is None and knows_loss(step.model):
         fused_losses = (False, True)
-    samples = samples_of(step.batch)
-    asked = sorted(n for n in {*only.get("micro_batches", ())} if (samples or 1) % n == 0)
-    numbers = asked or [1, *counts(samples)]
+    asked = sorted(n for n in {*only.get("micro_batches", ())} if can_cut(step.batch, n))
+    numbers = asked or [1, *counts(step.batch)]
     if mixes_samples(step.model):
         notes.append(
             "micro-batches: not with a BatchNorm in training, whose statistics are over the whole "

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from headroom.integrations.batches import moved, repeated, sample_batch
+from headroom.integrations.batches import MOST, moved, sample_batch
+from headroom.step.micro_batches import repeated
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 ROWS = 11
@@ -69,6 +70,30 @@ def test_a_batch_is_taken_without_a_trace(name):
     assert first.shape == batches[0].shape
     if name in ("in order", "with a batch sampler", "a stream"):  # the others draw a seed before
         assert torch.equal(first[:, 0], batches[0][:, 0])
+
+
+class Rising(Dataset):
+    """Rows whose lengths come in any order, and how many were read."""
+
+    def __init__(self, lengths):
+        self.lengths, self.read = lengths, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return {"x": torch.zeros(self.lengths[index])}
+
+
+def test_it_is_the_largest_of_those_that_are_looked_at():
+    lengths = [3 + 7 * n % 50 for n in range(MOST + 40)]
+    lengths[200], lengths[MOST + 3] = 90, 99  # which is beyond
+    found = sample_batch(DataLoader(Rising(lengths), batch_size=1), who="a test")
+    assert found["x"].shape == (1, 90)
+    data = Rising([5] * 100)
+    assert sample_batch(DataLoader(data, batch_size=2), who="a test")["x"].shape == (2, 5)
+    assert data.read == 16
 
 
 def test_a_loader_of_accelerate():

@@ -62,6 +62,36 @@ def test_levels_leave_the_bits_the_order_and_the_random_numbers(tmp_path):
     assert "L5" in told[0]
 
 
+def test_the_first_pass_is_that_of_the_largest_batch(tmp_path):
+    class Seen(HeadroomCallback):
+        def on_train_begin(self, *args, model=None, **given):
+            model.register_forward_pre_hook(
+                lambda module, args, named: rows.append(named["x"].shape[1]), with_kwargs=True
+            )
+            super().on_train_begin(*args, model=model, **given)
+
+    class Long(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.drop = torch.nn.Linear(1, 16), torch.nn.Dropout(0.5)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return {"loss": self.drop(self.inner(x[..., None])).square().mean()}
+
+    lengths, rows = [4, 9, 5, 30, 8, 6, 7, 11, 12], []
+    data = [{"x": torch.full((length,), 0.1 * length)} for length in lengths]
+    options = dict(per_device_train_batch_size=1, train_sampling_strategy="sequential", max_steps=5)
+    torch.manual_seed(0)
+    model = Long()
+    want = trained(copy.deepcopy(model), data, tmp_path, **options)
+    got = trained(model, data, tmp_path, [Seen("1 GiB", tell=lambda text: None)], **options)
+    assert rows == [30, *lengths[:5]]
+    assert losses_of(got) == losses_of(want) and model.calls == 5
+    assert_same_bits(got.model.parameters(), want.model.parameters())
+
+
 @pytest.mark.slow
 def test_micro_batches_have_the_same_samples(tmp_path):
     data = samples(24)

@@ -1,0 +1,335 @@
+"""``headroom.forecast``: the peak of every step of an epoch whose batches differ in size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from .._core import drawing
+from .._core.progress import progress_bar
+from .._core.randomness import loader_kept
+from .._core.sizes import format_bytes, parse_bytes
+from ..step.errors import PlanError
+from ..step.micro_batches import largest_part, samples_of
+from .api import plan
+from .polynomials import Form, Polynomials, sizes_of
+from .result import Plan
+
+__all__ = ["Forecast", "Remedy", "forecast"]
+
+MOST_PARTS = 64
+SHOWN = 8  # steps in the table
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which all steps fit.
+
+    Attributes:
+        name: of the change.
+        total_bytes: what the largest step takes with it.
+        code: lines to paste.
+    """
+
+    name: str
+    total_bytes: int
+    code: str
+
+    def __str__(self) -> str:
+        code = "\n".join(f"    {line}" for line in self.code.splitlines())
+        return f"{self.name}: {format_bytes(self.total_bytes)}\n{code}"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory of every step of an epoch.
+
+    Attributes:
+        peak_bytes: of each step, the most bytes of tensors that are live at once, as in
+            :class:`headroom.planning.Plan`.
+        total_bytes: of each step, what the process takes on the device; the peak on the CPU.
+        sizes: of each step, the sizes that differ between batches, by tensor and dimension.
+        budget: the bytes that there are, or None.
+        plans: how many plans were made.
+        error: the largest difference between a plan that was made to check and what was foretold
+            of it, as a fraction of the plan.
+    """
+
+    peak_bytes: list[int]
+    total_bytes: list[int]
+    sizes: list[dict[str, int]]
+    budget: int | None
+    plans: int
+    error: float
+    _epoch: _Epoch = field(repr=False, compare=False)
+
+    @property
+    def over(self) -> list[int]:
+        """Returns the steps that do not fit into the budget; none if there is no budget."""
+        if self.budget is None:
+            return []
+        return [step for step, size in enumerate(self.total_bytes) if size > self.budget]
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether every step fits into the budget."""
+        return not self.over
+
+    def worst(self, count: int = 20) -> list[int]:
+        """Returns the steps that take the most, the largest first."""
+        sizes = list(zip(self.total_bytes, self.peak_bytes))
+        return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:count]
+
+    def batch(self, step: int) -> Any:
+        """Returns a batch of the sizes of a step's: to warm up with, for instance."""
+        return self._epoch.batch(step)
+
+    def plan(self, step: int) -> Plan:
+        """Returns the plan of a step."""
+        return self._epoch.plan(self.batch(step))
+
+    def ways_out(self) -> list[Remedy]:
+        """Returns changes with each of which all steps would fit: a limit on the lengths, where
+        these were given; micro-batches; levels and what else :meth:`Plan.advice` knows. Each is
+        planned for the step that takes the most.
+
+        Raises:
+            ValueError: no budget was given.
+        """
+        if self.budget is None:
+            raise ValueError("there is no budget to fit into: give budget= to headroom.forecast")
+        return self._epoch.remedies(self) if self.over else []
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Writes a PNG of what each step takes, beside the budget.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            OSError: the file cannot be written.
+        """
+        unit, name = drawing.byte_unit(max(self.total_bytes))
+        figure = drawing.new_figure(9.5, 3.8)
+        axes = figure.subplots()
+        over = set(self.over)
+        for color, label, steps in (
+            ("#0072B2", "fits" if self.budget else "", set(range(len(self.total_bytes))) - over),
+            ("#D55E00", "does not fit", over),
+        ):
+            if steps:
+                at = sorted(steps)
+                heights = [self.total_bytes[step] / unit for step in at]
+                axes.scatter(at, heights, s=14 if len(at) < 500 else 5, color=color, label=label)
+        if self.budget is not None:
+            axes.axhline(self.budget / unit, color=drawing.INK, linewidth=1, linestyle="--")
+            axes.annotate(
+                f"budget {format_bytes(self.budget)}", (0, self.budget / unit), xytext=(2, 4),
+                textcoords="offset points", fontsize=8.5, color=drawing.INK,
+            )  # fmt: skip
+            axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
+        axes.set_ylim(0, 1.12 * max(*self.total_bytes, self.budget or 0) / unit)
+        axes.set_xlabel("step", color=drawing.FAINT, fontsize=8.5)
+        axes.set_ylabel(f"{name} at the peak", color=drawing.FAINT, fontsize=8.5)
+        axes.grid(color=drawing.LINE, linewidth=0.7)
+        drawing.plain_axes(axes, f"Foretold memory of {len(self.total_bytes)} steps")
+        drawing.save_png(figure, path)
+
+    def table(self, top: int = SHOWN) -> str:
+        """Returns the largest steps as text of at most 80 columns."""
+        steps = len(self.total_bytes)
+        ordered = sorted(self.total_bytes)
+        lines = [
+            f"{steps} steps: at most {format_bytes(ordered[-1])}, the median "
+            f"{format_bytes(ordered[steps // 2])}",
+            f"foretold by {self.plans} plans; checked to {100 * self.error:.2f} %",
+        ]
+        if self.budget is not None:
+            over = len(self.over)
+            words = f"{over} do not fit" if over else "all fit"
+            lines.append(f"of a budget of {format_bytes(self.budget)}: {words}")
+        lines += ["", f"{'step':>8}{'bytes':>12}  sizes"]
+        for step in self.worst(top):
+            sizes = ", ".join(f"{name} {size}" for name, size in self.sizes[step].items())
+            lines.append(f"{step:>8}{format_bytes(self.total_bytes[step]):>12}  {sizes}"[:80])
+        return "\n".join(lines)
+
+    __str__ = table
+
+
+def forecast(
+    model: Any,
+    optimizer: Any = None,
+    lengths: Iterable[Any] = (),
+    *,
+    collate: Callable[[list[int]], Any] | None = None,
+    budget: int | str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Forecast:
+    """Returns the memory that each step of an epoch will need, before the first one runs.
+
+    A plan is made for a few sizes of batches. Between them every allocation of a step is a
+    polynomial of the sizes, which the plans determine exactly; further plans, at sizes drawn at
+    random and where the peak is the largest, check it, and where one differs by more than a
+    thousandth, sizes are divided and planned again.
+
+    Args:
+        model, optimizer: as in :func:`headroom.plan`.
+        lengths: the batches of the epoch in their order: a ``DataLoader``, whose order is then
+            that of the next epoch, or any iterable of batches. With ``collate``, of each step a
+            length, or a list of lengths, of the sequences in its batch.
+        collate: makes a batch from a list of lengths.
+        budget: what there is, in bytes or as "16 GiB".
+        progress: shows a bar.
+        options: those of :func:`headroom.plan`: ``loss``, ``device``, ``amp``, ``accumulation``
+            (each batch is a micro-batch then) and so on.
+
+    Raises:
+        PlanError: a batch cannot be planned.
+        TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
+    """
+    size = None if budget is None else parse_bytes(budget, "budget")
+    if isinstance(lengths, Dataset):
+        raise TypeError(
+            f"lengths is a {type(lengths).__name__}: give a DataLoader over it, which makes batches"
+        )
+    with loader_kept(lengths):
+        epoch = _Epoch(model, optimizer, options, collate, lengths)
+    with progress_bar(epoch.distinct, "forecast", unit="size", shown=progress) as bar:
+        return epoch.foretold(size, bar.update)
+
+
+class _Epoch:
+    """The batches of an epoch, and what is known of their plans."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        options: dict[str, Any],
+        collate: Callable[[list[int]], Any] | None,
+        lengths: Iterable[Any],
+    ) -> None:
+        self._planned = (model, optimizer, options)
+        self._collate = collate
+        self.lengths: list[list[int]] = []
+        self._forms: dict[Any, Form] = {}
+        self._of_step: list[tuple[Form, tuple[int, ...]]] = []
+        self._known: dict[Form, Polynomials] = {}
+        for number, item in enumerate(lengths):
+            if collate is not None:
+                item = [item] if isinstance(item, int) else list(item)
+                if not item or not all(isinstance(one, int) and one > 0 for one in item):
+                    raise ValueError(
+                        f"lengths[{number}] is {item!r}, wanted a length above 0 or a list of them"
+                    )
+                self.lengths.append(item)
+            self._of_step.append(self._added(self._made(item)))
+        if not self._of_step:
+            raise ValueError("lengths is empty: there is no step to foretell")
+
+    @property
+    def distinct(self) -> int:
+        """Returns how many batches differ in size."""
+        return sum(len(form.batches) for form in self._forms.values())
+
+    def _made(self, item: Any) -> Any:
+        return item if self._collate is None else self._collate(item)
+
+    def _added(self, batch: Any) -> tuple[Form, tuple[int, ...]]:
+        found = Form(batch)
+        form = self._forms.setdefault(found.key, found)
+        return form, form.add(batch)
+
+    def batch(self, step: int) -> Any:
+        form, sizes = self._of_step[step]
+        return form.batches[sizes]
+
+    def plan(self, batch: Any, **changed: Any) -> Plan:
+        model, optimizer, options = self._planned
+        return plan(model, optimizer, batch, **options | changed)
+
+    def foretold(self, budget: int | None, covered: Callable[[int], Any]) -> Forecast:
+        for form in self._forms.values():
+            self._known[form] = Polynomials(form, self.plan, covered)
+        peaks = [self._known[form].peaks[form.point(sizes)] for form, sizes in self._of_step]
+        begun, *others = peaks
+        known = self._known.values()
+        return Forecast(
+            [begun.first, *(one.steady for one in others)],
+            [begun.first + begun.share, *(one.steady + one.share for one in others)],
+            [form.named(sizes) for form, sizes in self._of_step],
+            budget,
+            sum(each.plans for each in known),
+            max(each.error for each in known),
+            self,
+        )
+
+    # ---- ways out --------------------------------------------------------------------------------
+
+    def remedies(self, found: Forecast) -> list[Remedy]:
+        assert found.budget is not None
+        remedies = []
+        if self.lengths and (limit := self._limit(found, found.budget)) is not None:
+            remedies.append(limit)
+        worst = found.worst(1)[0]
+        if (cut := self._micro_batches(self.batch(worst), found.budget)) is not None:
+            remedies.append(cut)
+        for each in self.plan(self.batch(worst)).advice():
+            if each.plan.total_bytes <= found.budget and "micro-batches" not in each.name:
+                remedies.append(Remedy(each.name, each.plan.total_bytes, each.code))
+        return remedies
+
+    def _limit(self, found: Forecast, budget: int) -> Remedy | None:
+        """Returns the longest sequences with which all steps fit, if longer ones are cut."""
+
+        def most(limit: int) -> int:
+            cut = {tuple(min(n, limit) for n in self.lengths[step]) for step in found.over}
+            return max(self._total(self._made([*one])) for one in cut)
+
+        fitting, not_fitting = 0, max(max(self.lengths[step]) for step in found.over)
+        while not_fitting - fitting > 1:
+            middle = (fitting + not_fitting) // 2
+            if most(middle) <= budget:
+                fitting = middle
+            else:
+                not_fitting = middle
+        if not fitting:
+            return None
+        kept = [size for size in found.total_bytes if size <= budget]
+        return Remedy(
+            f"sequences of at most {fitting}",
+            max(most(fitting), *kept, 0),
+            f"tokens = tokens[:{fitting}]  # of each sequence",
+        )
+
+    def _total(self, batch: Any) -> int:
+        """Returns what a step takes whose batch is not one of the epoch's."""
+        form, sizes = self._forms.get(Form(batch).key), sizes_of(batch)
+        if form is not None and form.has(sizes):
+            found = self._known[form].between(form.point(sizes))
+            if found is not None:
+                return found.steady + found.share
+        return self.plan(batch).total_bytes
+
+    def _micro_batches(self, batch: Any, budget: int) -> Remedy | None:
+        """Returns the fewest micro-batches with which a batch fits."""
+        count = 2
+        while count <= min(MOST_PARTS, samples_of(batch) or 0):
+            try:
+                found = self.plan(largest_part(batch, count), accumulation=count).total_bytes
+            except PlanError:
+                return None
+            if found <= budget:
+                return Remedy(
+                    f"{count} micro-batches",
+                    found,
+                    f"for part, weight in headroom.micro_batches(batch, {count}):\n"
+                    "    with accumulator.micro_batch(weight=weight):  # headroom.GradAccumulator\n"
+                    "        loss_of(model, part).backward()",
+                )
+            count *= 2
+        return None

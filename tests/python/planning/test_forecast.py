@@ -1,0 +1,202 @@
+"""``headroom.forecast``: peaks of every step, against a plan of each and the real counter."""
+
+import random
+
+import headroom
+import pytest
+import torch
+import torch.nn.functional as F
+from headroom.memory import track
+from headroom.planning.polynomials import TOLERANCE
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+VOCABULARY = 64
+
+
+class Attending(nn.Module):
+    """Attention whose scores are kept, so that memory has the square of the length."""
+
+    def __init__(self, switch=10**9):
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48)
+        self.wide, self.head = nn.Linear(16, 64), nn.Linear(16, VOCABULARY)
+        self.switch = switch
+
+    def forward(self, tokens, labels):
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v
+        if tokens.shape[1] > self.switch:  # another step, with other allocations
+            x = x + self.wide(x).square().mean(-1, keepdim=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def collate(lengths):
+    tokens = torch.ones(len(lengths), max(lengths), dtype=torch.int64)
+    return {"tokens": tokens, "labels": tokens.clone()}
+
+
+def some_lengths(count, rows, most=96, seed=3):
+    draws = random.Random(seed)
+    return [[draws.randint(2, most) for _ in range(draws.choice(rows))] for _ in range(count)]
+
+
+def foretold(lengths, model=None, optimizer=torch.optim.AdamW, **options):
+    model = Attending() if model is None else model
+    return headroom.forecast(
+        model, optimizer, lengths, **{"collate": collate, "progress": False} | options
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("rows", [(4,), (1, 2, 5, 8)], ids=["one size", "two sizes"])
+def test_every_step_is_as_its_own_plan(device, rows):
+    lengths = some_lengths(40, rows)
+    found = foretold(lengths, device=device)
+    assert found.plans < 20
+    for step, given in enumerate(lengths):
+        plan = headroom.plan(Attending(), torch.optim.AdamW, collate(given), device=device)
+        peak = plan.first_step if step == 0 else plan.steady
+        assert found.peak_bytes[step] == pytest.approx(peak, rel=TOLERANCE)
+        assert found.total_bytes[step] == pytest.approx(
+            peak + plan.device_share.bytes, rel=TOLERANCE
+        )
+
+
+def test_allocations_of_products_of_sizes_are_exact():
+    lengths = some_lengths(60, (3,), most=200)
+    found = foretold(lengths)
+    assert found.plans <= 6 and found.error == 0
+    assert found.peak_bytes[7] == found.plan(7).steady
+    assert found.sizes[7] == {"tokens[1]": max(lengths[7])}
+
+
+def test_a_length_that_changes_the_step_is_found():
+    lengths = [*range(2, 160)]
+    model = Attending(switch=77)
+    found = foretold(lengths, model)
+    assert found.plans < 60
+    for step in range(1, len(lengths), 3):
+        plan = headroom.plan(model, torch.optim.AdamW, collate([lengths[step]]))
+        assert found.peak_bytes[step] == pytest.approx(plan.steady, rel=TOLERANCE)
+
+
+def test_the_worst_steps_are_those_that_take_the_most():
+    model = Attending()
+    optimizer = torch.optim.AdamW(model.parameters())
+    lengths = some_lengths(30, (2, 6))
+    found = headroom.forecast(model, optimizer, lengths, collate=collate, progress=False)
+    measured = {}
+    for step in [0, *found.worst(6), *found.worst(30)[-3:]]:
+        batch = found.batch(step)
+        with track(model, optimizer, batch=batch, stacks=False) as tracked:
+            model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        measured[step] = tracked.peak_bytes
+        assert found.peak_bytes[step] == pytest.approx(tracked.peak_bytes, rel=0.01)
+    del measured[0]
+    assert [*measured] == sorted(measured, key=lambda step: -found.peak_bytes[step])
+    assert [*measured] == sorted(measured, key=lambda step: -measured[step])
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, at):
+        return torch.randn(3 + at), torch.tensor(0.0)
+
+
+def padded(samples):
+    x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+    return x, torch.stack([y for _, y in samples])
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(1, 128)
+
+    def forward(self, x):
+        return self.scale(x[..., None]).relu().mean((1, 2))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the default generator", "its own"])
+def test_a_loader_is_foretold_in_the_order_of_its_next_epoch(own):
+    generator = torch.Generator().manual_seed(5) if own else None
+    loader = DataLoader(Rows(), 4, shuffle=True, collate_fn=padded, generator=generator)
+    torch.manual_seed(11)
+    found = foretold(loader, Mean(), None, collate=None, loss=F.mse_loss)
+    real = [x.shape[1] for x, _ in loader]
+    assert [sizes["batch[0][1]"] for sizes in found.sizes] == real and len(set(real)) > 1
+
+
+def test_sizes_that_another_one_tells_are_no_sizes_of_their_own():
+    def packed(lengths):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return {"tokens": torch.ones(1, sum(lengths), dtype=torch.int64), "ends": ends,
+                "labels": torch.ones(1, sum(lengths), dtype=torch.int64)}  # fmt: skip
+
+    found = foretold(
+        [[5, 6], [9, 1], [30, 4], [50, 50], [7, 90], [3, 3]],
+        collate=packed,
+        forward=lambda model, batch: model(batch["tokens"], batch["labels"]),
+    )
+    assert found.sizes[2] == {"tokens[1]": 34}
+
+
+def test_each_way_out_lets_every_step_fit():
+    lengths = some_lengths(30, (4,))
+    model = Attending()
+    free = foretold(lengths, model)
+    budget = (free.total_bytes[free.worst(1)[0]] + min(free.total_bytes)) // 2
+    found = foretold(lengths, model, budget=budget)
+    assert found.over and not found.fits and found.worst(1)[0] in found.over
+    assert {*found.over} == {n for n, size in enumerate(free.total_bytes) if size > budget}
+    ways = {way.name.partition(" ")[2] or way.name: way for way in found.ways_out()}
+    assert all(way.total_bytes <= budget for way in ways.values())
+    limit = next(way for name, way in ways.items() if "of at most" in name)
+    most = int(limit.name.rpartition(" ")[2])
+    for cut, fits in ((most, True), (most + 1, False)):
+        again = foretold([[min(n, cut) for n in one] for one in lengths], model, budget=budget)
+        assert again.fits is fits
+    assert "micro-batches" in ways
+    parts = int(ways["micro-batches"].name.partition(" ")[0])
+    small = [collate([max(one)] * (4 // parts)) for one in lengths]
+    again = foretold(small, model, collate=None, budget=budget, accumulation=parts)
+    assert again.fits
+
+
+def test_a_run_that_fits_needs_no_way_out():
+    found = foretold([4, 8, 12], budget="1 GiB")
+    assert found.fits and found.over == [] and found.ways_out() == []
+    with pytest.raises(ValueError, match="give budget= to headroom.forecast"):
+        foretold([4, 8]).ways_out()
+
+
+def test_the_table_and_the_picture(tmp_path):
+    found = foretold(some_lengths(20, (2,)), budget=200_000)
+    text = str(found)
+    assert "20 steps: at most" in text and "of a budget of 195 KiB" in text
+    assert f"{found.worst(1)[0]:>8}" in text and all(len(line) <= 80 for line in text.splitlines())
+    pytest.importorskip("matplotlib")
+    found.draw(tmp_path / "forecast.png")
+    assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "lengths, options, error, words",
+    [
+        ([], {}, ValueError, "lengths is empty"),
+        ([4, 0], {}, ValueError, r"lengths\[1\] is \[0\]"),
+        ([4, []], {}, ValueError, r"lengths\[1\] is \[\]"),
+        (Rows(), {}, TypeError, "lengths is a Rows: give a DataLoader"),
+        ([4], {"budget": "4 apples"}, ValueError, "budget is '4 apples'"),
+        ([4], {"budgets": 1}, TypeError, "budgets"),
+    ],
+)
+def test_refuses(lengths, options, error, words):
+    with pytest.raises(error, match=words):
+        foretold(lengths, **options)
