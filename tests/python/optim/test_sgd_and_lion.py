@@ -164,6 +164,24 @@ def test_a_bfloat16_model_does_not_stall():
     assert (stuck == 1).all() and (moving == 1 - 64 * 2**-10).all()
 
 
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_stalled_weights_of_the_last_step_are_counted(momentum, release):
+    """Without a state too, and where backward makes the steps."""
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = SGD(model.parameters(), lr=2**-10, momentum=momentum, count_stalled=True)
+    with pytest.raises(RuntimeError, match="after a step"):
+        optimizer.stalled_fraction()
+    if release:
+        headroom.release_gradients(model, optimizer)
+    for _ in range(2):
+        model.weight[:4].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.stalled_fraction() == 0.5
+
+
 @pytest.mark.parametrize("master, size", [(None, 3.02), ("remainder16", 5.02)])
 @pytest.mark.parametrize("cls, options", [(SGD8bit, {"momentum": 0.9}), (Lion8bit, {})])
 def test_bytes_of_8_bits(cls, options, master, size):
