@@ -125,6 +125,26 @@ def test_states_on_the_host_change_no_bit(cls, options):
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("budget", [None, "1 MiB"])
+def test_without_momentum_nothing_is_on_the_host(budget):
+    """Beside parameters with a state, in groups that come later, and alone."""
+    lists = [params() for _ in range(2)]
+    optimizers = [
+        SGD([{"params": ps[1:2], "momentum": 0.9}, {"params": ps[:1]}], lr=0.1, **more)
+        for ps, more in zip(lists, ({}, {"offload": "state", "budget": budget}))
+    ]
+    for ps, optimizer in zip(lists, optimizers):
+        run(optimizer, ps, range(2))
+        optimizer.add_param_group({"params": ps[2:]})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(optimizer, ps, range(2, 4))
+    assert_same_bits(*lists)
+    alone = SGD(lists[0], lr=0.1, offload="state", budget=budget)
+    run(alone, lists[0], range(1))
+    memory = alone.offload_handle.memory()
+    assert memory.host == memory.resident == 0 and not alone.offload_handle.leaner()
+
+
 @EACH
 def test_an_infinite_gradient_under_a_scaler_changes_nothing(cls, options):
     owners = params()
