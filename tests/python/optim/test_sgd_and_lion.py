@@ -80,12 +80,35 @@ def test_checkpoints_of_torch(cls, momentum):
             torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
 
 
+def test_a_state_without_a_buffer_is_that_of_before_the_first_step():
+    (param, *_) = params()
+    optimizer = SGD([param], lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: {"momentum_buffer": None}}})
+    assert optimizer.state[param]["step"] == 0
+
+
+@pytest.mark.parametrize("cls, options", [(SGD, {}), (SGD8bit, EIGHT_BIT)])
+def test_momentum_may_end(cls, options):
+    """As with torch's, the buffers stay, and are not used."""
+    ours, theirs = params(), params()
+    pairs = [(ours, cls(ours, lr=0.1, momentum=0.9, **options)), (theirs, SGD(theirs, lr=0.1))]
+    for owners, optimizer in pairs:
+        set_grads(0, owners)
+        for param in owners:
+            param.grad.zero_()
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0
+        run(optimizer, owners, range(1, 3))
+    assert_same_bits(ours, theirs)
+
+
 def test_sgd_without_momentum_keeps_no_state():
     owners = params()
     optimizer = SGD(owners, lr=0.1)
     run(optimizer, owners, range(2))
     assert all(not optimizer.state[p] for p in owners)
     assert sum(sum(row.bytes.values()) for row in optimizer.memory()) == 0
+    assert "No state for 1,208 parameters in 3 tensors" in repr(optimizer)
     assert optimizer.state_dict()["state"].keys() <= {0, 1, 2}
 
 
