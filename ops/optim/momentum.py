@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number, check_pair
+from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, Master, Rounding, mode_of, weights_mode
 from ..functional.momentum import lion_options, sgd_options
@@ -240,6 +241,16 @@ class Lion(OneMoment):
             check_number(f"betas[{index}]", betas[index])
             if not 0.0 <= betas[index] < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+
+    def translated(
+        self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        if "exp_avg_sq" in entry:  # a group of Adam's has all options of Lion's
+            raise ValueError(
+                f"the loaded state of {name_of(self.param_groups, param)} has an 'exp_avg_sq': it "
+                f"is Adam's, whose learning rate is many times that of {type(self).__name__}"
+            )
+        return super().translated(param, entry, group)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._options(group) | lion_options(*group["betas"])

@@ -80,6 +80,15 @@ def test_checkpoints_of_torch(cls, momentum):
             torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("cls", [Lion, Lion8bit])
+def test_a_checkpoint_of_adam_is_not_that_of_lion(cls):
+    owners = params()
+    adam = torch.optim.AdamW(owners)
+    run(adam, owners, range(1))
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has an 'exp_avg_sq'"):
+        cls(owners).load_state_dict(adam.state_dict())
+
+
 def test_a_state_without_a_buffer_is_that_of_before_the_first_step():
     (param, *_) = params()
     optimizer = SGD([param], lr=0.1, momentum=0.9, dampening=0.5)
