@@ -49,14 +49,17 @@ bool has_unused_lanes()
 #endif
 }
 
+// Rows of C from which the own loop wins what it loses by packing B.
+constexpr int64_t few_rows = 32;
+
 // Whether torch's product is worth more than the own loop. For 16 bits torch needs oneDNN, and that a
 // processor with the instructions: else torch multiplies them 4 to 200 times slower than float32. The
 // test is torch's own, so that both follow the same settings.
-bool lends_product(hr_dtype dtype)
+bool lends_product(hr_dtype dtype, int64_t m)
 {
     static const bool bf16 = asks("mkldnn::_is_mkldnn_bf16_supported");
     static const bool f16 = asks("mkldnn::_is_mkldnn_fp16_supported");
-    return dtype == HR_F32 ? !has_unused_lanes() : dtype == HR_BF16 ? bf16 : f16;
+    return dtype == HR_F32 ? m < few_rows || !has_unused_lanes() : dtype == HR_BF16 ? bf16 : f16;
 }
 
 // Calls torch's kernels themselves, below autograd, autocast, modes and the profiler.
@@ -65,7 +68,7 @@ hr_status torch_product(void *, const hr_rows *c, const hr_rows *a, const hr_row
                         const hr_gemm_config *config)
 {
     const bool adds_c = config->beta != 0;
-    if (config->out_dtype != config->dtype || (bias && adds_c) || !lends_product(config->dtype))
+    if (config->out_dtype != config->dtype || (bias && adds_c) || !lends_product(config->dtype, m))
         return HR_UNSUPPORTED;
     try {
         const hr_dtype dtype = config->dtype;
@@ -228,8 +231,8 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
 
 bool lends_product_of(ScalarType dtype)
 {
-    return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16)
-           : dtype == ScalarType::Half   ? lends_product(HR_F16)
+    return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16, 1)
+           : dtype == ScalarType::Half   ? lends_product(HR_F16, 1)
                                          : true;
 }
 
