@@ -1,9 +1,10 @@
 """How far off the forecast of an epoch is: the worst steps that it foretells are run, and then the
-whole epoch, whose largest foretold step is the budget."""
+whole epoch, within the least budget that the forecast calls enough."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import gc
 import importlib.util
 import pathlib
@@ -12,7 +13,6 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +21,18 @@ from . import _report
 from .harness import rows_of
 
 WORST, ERROR = 20, 0.01  # steps that are compared, and the bar of their errors
-LONGEST = 320
+LONGEST = 1500
 FILES = 40  # of the standard library
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     name: str
     what: str
     make: Callable[[], tuple[Any, Any]]  # a model and its optimizer
     collate: Callable[[list[int]], Any]
     needs: str = "headroom"
-    rows: int = 8
+    rows: int = 4
     steps: int = 1000
 
 
@@ -100,7 +100,9 @@ def _bert() -> tuple[Any, Any]:
     import transformers
 
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2)
-    config = transformers.BertConfig(vocab_size=512, num_attention_heads=4, **sizes)
+    config = transformers.BertConfig(
+        vocab_size=512, max_position_embeddings=LONGEST, num_attention_heads=4, **sizes
+    )
     model = transformers.BertForMaskedLM(config)
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -115,14 +117,18 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return found[:1] if quick else found
 
 
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    """Returns the loss alone: logits that a loop holds are no part of a plan."""
+    output = model(**batch)
+    return getattr(output, "loss", output)
+
+
 def _stepped(model: Any, optimizer: Any, batch: Any) -> int:
     """Returns the peak of a step."""
     from headroom.memory import track
 
     with track(model, optimizer, batch=batch, stacks=False) as tracked:
-        output = model(**batch)
-        getattr(output, "loss", output).backward()
-        del output
+        _loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     return tracked.peak_bytes
@@ -131,6 +137,7 @@ def _stepped(model: Any, optimizer: Any, batch: Any) -> int:
 def compared(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     """Returns the row of a case."""
     import headroom
+    from headroom.data.polynomials import TOLERANCE
 
     torch.manual_seed(0)
     model, optimizer = case.make()
@@ -145,7 +152,8 @@ def compared(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
             gc.collect()
     worst = found.worst(WORST)
     errors = [found.peak_bytes[step] / peaks[step] - 1 for step in worst]
-    budget = max(found.peak_bytes)
+    budget = 1 + int(max(found.peak_bytes) * (1 + TOLERANCE))
+    assert dataclasses.replace(found, budget=budget).fits
     order = [peaks[step] for step in worst]
     return {
         "steps": len(lengths),

@@ -23,6 +23,7 @@ from torch import Tensor
 from . import _report
 from ._layers import trained
 from .harness import Bar, Case, Rotation, Unavailable, filled, sets_needed
+from .instructions.call import Call, Step
 from .instructions.row import ADD, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -120,9 +121,41 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return [case(sizes, dtype) for sizes in (SIZES, MASKED) for dtype in (F32, BF16)]
 
 
-# The gradient of a bfloat16 weight, summed in two halves: those are read and written, and what is
-# added is read.
-BUDGETS = [Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15))]
+SEE, COUNT, REDUCE = "lce_see_kernel", "lce_count_kernel", "lce_reduce_kernel"
+BUDGETS = [
+    # The gradient of a bfloat16 weight, summed in two halves: those are read and written, and what
+    # is added is read.
+    Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15)),
+    Row(SEE, "f32", 4, 4, 0, ("FMNMX",), 1, evenly(6.7)),
+    # Of a row its target and weights of token and class; and its loss, weight and lse.
+    Row(COUNT, "rows", 16, 16, 0, ("DADD",), 3, {"90": 49.5, "86": 48.5, "75": 50}),
+    Row(REDUCE, "rows", 12, 12, 0, ("DADD",), 2, evenly(17)),
+]
+
+
+def seen(rows: int, classes: int) -> Call:
+    """A block a row of a tile of logits; it waits for its target and what it saw before, too."""
+    numel = rows * classes
+    turns = classes / (256 * 16)  # of two groups of eight of a thread
+    step = Step(SEE, (("f32", numel),), rows, 256, turns + 2, 4 * numel)
+    return Call(f"linear_cross_entropy, {rows:,} x {classes:,} logits seen", 4 * numel, (step,))
+
+
+def listed(rows: int) -> Call:
+    """Rows are counted, listed and in the end reduced, in parts of 2,048, a block each. Where they
+    are listed each turn of a block waits for targets, and for what is then put into the list."""
+    parts = -(-rows // 2048)
+    sums = 32 * parts
+    steps = (
+        Step(COUNT, (("rows", rows),), parts, 512, 2, 8 * rows + sums),
+        Step("lce_list_kernel", (), parts, 512, 1 + 2 * 4, (8 + 36) * rows + sums),
+        Step(REDUCE, (("rows", rows),), parts, 512, 1, 12 * rows + sums),
+        Step("lce_parts_kernel", (), 1, 512, 1, sums),
+    )
+    return Call(f"linear_cross_entropy, {rows:,} rows listed and added", 64 * rows, steps)
+
+
+CALLS = [seen(8192, 9216), listed(131072)]
 
 
 # ---- Memory --------------------------------------------------------------------------------------

@@ -50,6 +50,17 @@ def headroom_layer(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
     return lambda x: lora_linear(x, weight, None, a, b, dropout=dropout), [a, b]
 
 
+def headroom_dora(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
+    import headroom
+
+    model = nn.Sequential(plain)
+    if few_bits:
+        headroom.quantize(model, skip=[])
+    headroom.lora(model, RANK, targets=["0"], dropout=dropout, dora=True)
+    nn.init.normal_(model.get_parameter("0.lora_B.default.weight"), std=0.1)
+    return model, [p for p in model.parameters() if p.requires_grad]
+
+
 def bitsandbytes_layer(plain: nn.Linear) -> nn.Module:
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -62,7 +73,7 @@ def bitsandbytes_layer(plain: nn.Linear) -> nn.Module:
     return layer.to(weight.device)
 
 
-def peft_layer(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
+def peft_layer(plain: nn.Linear, few_bits: bool, dropout: float, dora: bool = False) -> Any:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -70,7 +81,7 @@ def peft_layer(plain: nn.Linear, few_bits: bool, dropout: float) -> Any:
     layer = bitsandbytes_layer(plain) if few_bits else plain
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, lora_dropout=dropout, target_modules=["0"],
-        init_lora_weights=False,
+        init_lora_weights=False, use_dora=dora,
     )  # fmt: skip
     model = inject_adapter_in_model(config, nn.Sequential(layer))
     own = [p.requires_grad_() for n, p in model.named_parameters() if "lora" in n]
@@ -85,6 +96,7 @@ def case(
     quick: bool,
     few_bits: bool = False,
     dropout: float = 0.0,
+    dora: bool = False,
 ) -> Case:
     rows, out, width = (24, 32, 64) if quick else sizes
 
@@ -103,23 +115,23 @@ def case(
             return Contender(call, counts=lambda: {PEAK: held_bytes(call, device)[1]})
 
         return {
-            "headroom": lambda: contender(headroom_layer),
-            "PEFT": lambda: contender(peft_layer),
+            "headroom": lambda: contender(headroom_dora if dora else headroom_layer),
+            "PEFT": lambda: contender(functools.partial(peft_layer, dora=dora)),
         }
 
     name = "f32" if dtype == F32 else "bf16"
     kind = "nf4" if few_bits else "dense"
-    dropped = f", dropout {dropout}" if dropout else ""
+    dropped = (", DoRA" if dora else "") + (f", dropout {dropout}" if dropout else "")
     work = 2 * rows * (2 * out * width + 3 * RANK * (out + width))
     return Case(
-        f"{kind}-{name}-{sizes[0]}{'-dropout' if dropout else ''}",
+        f"{'dora-' if dora else ''}{kind}-{name}-{sizes[0]}{'-dropout' if dropout else ''}",
         f"{sizes[0]:,} rows of {sizes[2]:,} to {sizes[1]:,}, {kind}, {name}{dropped}, both passes",
         setup,
         "PEFT",
         work,
         "flop",
         dtype,
-        [Bar("ratio", 1.1, "cpu")],
+        [Bar("ratio", 2.0 if dora else 1.1, "cpu")],
     )
 
 
@@ -231,8 +243,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for few_bits in (False, True)
         for dropout in (0.0, 0.1)
     ]
+    dora = [
+        case((rows, 2048, 2048), dtype, quick, few_bits, dora=True)
+        for rows in (128, 512)
+        for dtype in (F32, BF16)
+        for few_bits in (False, True)
+    ]
     return [
         *layers,
+        *dora,
         step_case(F32, False, "L2", 1.1, 0.6, quick),
         step_case(F32, True, "L2", 1.15, 0.5, quick),
         step_case(BF16, True, "L1", 1.15, 0.5, quick),

@@ -15,6 +15,7 @@
  *     Scalars of a step         hr_step_config, a part of every optimizer's config
  *     Adam and AdamW            hr_adamw
  *       with 8-bit moments      hr_adamw8bit
+ *     SGD and Lion              hr_momentum
  *
  * Part 2, advanced: calls with workspace, what a loop does around a step, and layers on rows.
  *
@@ -585,6 +586,82 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
                               const hr_tensor_list *exp_avg_sq_absmaxs, const hr_tensor_list *steps,
                               const hr_tensor_list *grads, const hr_adamw8bit_config *config,
                               const hr_exec *exec);
+
+/* ---- SGD and Lion ---------------------------------------------------------------------------- */
+
+/*
+ * hr_momentum: one step of an optimizer with one moment over a list of parameters: of SGD with
+ * momentum (Sutskever et al., On the importance of initialization and momentum in deep learning,
+ * ICML 2013), as torch.optim.SGD has it, or of Lion (Chen et al., arXiv:2302.06675). For each
+ * element, with t the step number counted from 1:
+ *
+ *     g = grad, scaled as at hr_step_config
+ *     HR_SGD:   g = g + weight_decay * param
+ *               moment = momentum * moment + (1 - dampening) * g;    moment = g if t is 1
+ *               g = g + momentum * moment if nesterov, else moment;  without momentum g stays
+ *               param = param - lr * g
+ *     HR_LION:  u = sign(beta1 * moment + (1 - beta1) * g)
+ *               param = param * (1 - lr * weight_decay) - lr * u
+ *               moment = beta2 * moment + (1 - beta2) * g
+ *
+ * sign() of a zero is 0, and of a NaN NaN. Constants (1 - dampening, 1 - beta, 1 - lr *
+ * weight_decay, clip_coef / grad_scale) are folded once in binary64 and rounded to binary32.
+ * Elements are computed in binary32 whatever their types in memory. In each line of HR_SGD that adds
+ * a product to something the two are fused (fmaf), the last product of the line: so do torch's
+ * vector loops, and the result of binary32 is torch's, bit for bit.
+ *
+ * A moment may take one byte: codes of hr_dynamic_map()'s signed map, and a binary32 scale per block
+ * of block_size consecutive elements, as at hr_adamw8bit. The parameter is updated from the new
+ * moment in binary32, before it is encoded. An element whose moment is not finite makes the moments
+ * of its block NaN.
+ */
+typedef enum hr_momentum_rule { HR_SGD = 0, HR_LION = 1 } hr_momentum_rule;
+
+typedef struct hr_momentum_config {
+    size_t size; /* sizeof(hr_momentum_config); set by an INIT macro */
+    hr_step_config step;
+    hr_momentum_rule rule;
+    int32_t nesterov;    /* HR_SGD: 1 needs momentum > 0 and dampening 0 */
+    double momentum;     /* HR_SGD: >= 0, finite; 0: parameters have no moment */
+    double dampening;    /* HR_SGD: finite */
+    double beta1, beta2; /* HR_LION: in [0, 1) */
+    double weight_decay; /* >= 0, finite */
+    int32_t block_size;  /* of moments in codes: 64, 128, 256 or 512 */
+} hr_momentum_config;
+
+/* The defaults of torch.optim.SGD, and those of Lion's authors. Set `step.t`, or pass a `steps`
+ * list. */
+#define HR_SGD_CONFIG_INIT                                                                        \
+    {                                                                                             \
+        sizeof(hr_momentum_config), HR_STEP_CONFIG_INIT(1e-3), HR_SGD, 0, 0, 0, 0.9, 0.99, 0, 256 \
+    }
+#define HR_LION_CONFIG_INIT                                                                        \
+    {                                                                                              \
+        sizeof(hr_momentum_config), HR_STEP_CONFIG_INIT(1e-4), HR_LION, 0, 0, 0, 0.9, 0.99, 0, 256 \
+    }
+
+/*
+ * hr_momentum:
+ *
+ * params   in/out: f32, bf16 or f16, stored as config->step.weights says
+ * moments  in/out: f32, bf16 or f16, zeros before the first step; or, with absmaxs, u8, any before
+ *          the first step. NULL if the rule is HR_SGD and momentum is 0
+ * absmaxs  in/out: f32, hr_block_count(numel, block_size) elements; zeros before the first step.
+ *          NULL: moments are numbers
+ * steps    in/out: as for hr_adamw; NULL: all use config->step.t
+ * grads    in: f32, bf16 or f16, not changed
+ *
+ * The types may differ between lists and from parameter to parameter, but moments are all numbers or
+ * all codes. On CUDA a call makes one launch per 500 tensors or so; a `steps` list adds one small
+ * launch each. Reads and writes each byte once: with a moment 20 bytes per parameter in f32, 10 in
+ * bf16; with codes 14.03 and 8.03.
+ *
+ * Errors: as for hr_adamw.
+ */
+HR_API hr_status hr_momentum(const hr_tensor_list *params, const hr_tensor_list *moments,
+                             const hr_tensor_list *absmaxs, const hr_tensor_list *steps,
+                             const hr_tensor_list *grads, const hr_momentum_config *config,
+                             const hr_exec *exec);
 
 /* ==== Part 2, advanced ======================================================================== */
 
@@ -1254,12 +1331,18 @@ typedef struct hr_cross_entropy_config {
     double label_smoothing; /* in [0, 1] */
     double softcap;         /* > 0; 0: none */
     double z_loss;          /* >= 0, finite; 0: none */
+    void *workspace;        /* for hr_cross_entropy_reduce alone; NULL: none */
+    size_t workspace_bytes; /* HR_CROSS_ENTROPY_WORKSPACE or more; 0 without */
 } hr_cross_entropy_config;
 
-#define HR_CROSS_ENTROPY_CONFIG_INIT                                                            \
-    {                                                                                           \
-        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0 \
+#define HR_CROSS_ENTROPY_CONFIG_INIT                                                             \
+    {                                                                                            \
+        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0, \
+            NULL, 0                                                                              \
     }
+
+/* Bytes of the workspace of hr_cross_entropy_reduce. */
+#define HR_CROSS_ENTROPY_WORKSPACE 16384
 
 /*
  * hr_cross_entropy_forward: the cross entropy of each row of logits with its target y, from 0 to
@@ -1337,14 +1420,18 @@ HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dlo
  *     result  = sum of loss / D + sum of z_loss * lse^2 / n           otherwise
  *     factors = 1, 1            or      1 / D, 1 / n
  *
- * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
- * had before there is a loss.
+ * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in
+ * a fixed order, which on CUDA is another one with a workspace: without one a single thread block
+ * adds up all rows. The factors depend on the targets alone, so that they can be had before there is
+ * a loss.
  *
  * result   out: f32 [1], or NULL
  * factors  out: f32 [2], or NULL
  * loss     in: f32 [rows], from a forward call whose config->z_loss is 0, because a z-loss hides
  *          what is small beside it; NULL if result is
  * lse      in: f32 [rows]; NULL if result is, or without a z_loss
+ * config->workspace  scratch memory of exec's device at a multiple of 8 bytes, or NULL. Worth it on
+ *          CUDA from some thousand rows on; not used for less, nor on the CPU
  */
 HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
                                          const float *lse, const void *target, const float *weight,

@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from model import GPT, HeadroomGPT, Size
 from rungs import Rung
 
 WARMUP_STEPS = 20
+BASE_STEPS = 16  # in full, before adapters are trained
 HELD_OUT_WINDOWS = 64
 HISTORY = ("losses", "seconds", "peak_bytes")  # what a run remembers of its steps
 
@@ -24,13 +26,28 @@ def micro_batches_of(rung: Rung, size: Size) -> int:
     return min(rung.accumulate, size.batch)
 
 
-def model_of(rung: Rung, size: Size) -> GPT | HeadroomGPT:
+def model_of(rung: Rung, size: Size, base: dict[str, Tensor] | None = None) -> GPT | HeadroomGPT:
+    """The model with new weights, or with those of a base that adapters are trained beside."""
     dtype = getattr(torch, rung.weights)
     if rung.save is None:
         return headroom.cast_model(GPT(size, checkpoint_blocks=rung.checkpoint), dtype)
-    return HeadroomGPT(size, rung.save, rung.fused_loss).to(
-        dtype
-    )  # its norms compute in float32 in any case
+    model = HeadroomGPT(size, rung.save, rung.fused_loss)
+    if base is not None:
+        model.load_state_dict(base)
+    if rung.adapters is not None:
+        headroom.quantize(model)
+        headroom.lora(model, rung.adapters)
+    return model.to(dtype)  # its norms compute in float32 in any case
+
+
+def base_of(
+    rung: Rung, size: Size, device: torch.device, seed: int, text: Text
+) -> dict[str, Tensor]:
+    """Weights that were trained in full, on other batches than those of the rung."""
+    run = Run(replace(rung, adapters=None), size, device, seed + 1)
+    for _ in range(BASE_STEPS):
+        run.step(text)
+    return run.model.state_dict()
 
 
 def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.optim.Optimizer:
@@ -41,18 +58,26 @@ def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.opti
         options.setdefault("state_dtype", None if "master" in options else torch.float32)
     module, name = rung.optimizer.rsplit(".", 1)
     kind = getattr(import_module(module), name)
-    optimizer = kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = kind(trained, lr=size.lr, weight_decay=0.1, **options)
     if rung.offload:
         headroom.optim.offload(optimizer, host=headroom.HostArena(file=tempfile.gettempdir()))
     return optimizer
 
 
 class Run:
-    def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
+    def __init__(
+        self,
+        rung: Rung,
+        size: Size,
+        device: torch.device,
+        seed: int,
+        base: dict[str, Tensor] | None = None,
+    ):
         torch.manual_seed(seed)
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
         self.accumulate = micro_batches_of(rung, size)
-        self.model = model_of(rung, size).to(device)
+        self.model = model_of(rung, size, base).to(device)
         self.optimizer = optimizer_of(rung, size, self.model)
         if rung.release:
             headroom.release_gradients(self.model, self.optimizer, bucket_bytes=rung.bucket_bytes)
@@ -126,7 +151,7 @@ class Run:
         for level in ("L0", self.rung.save):
             self.model.save = level
             self.forward_backward(*self.micro_batches(text, 0)[0])
-            gradients.append([p.grad for p in self.model.parameters()])
+            gradients.append([p.grad for p in self.model.parameters() if p.requires_grad])
             self.optimizer.zero_grad()
         return all(map(torch.equal, *gradients))
 

@@ -30,6 +30,10 @@ class Rung:
     # per byte; None where the training itself differs, so that the loss is shown but not judged
     size: str | None = None  # the size that this rung trains, whatever the command line says
     same_bits: str | None = None  # rungs with the same name here have the same losses to the bit
+    adapters: int | None = (
+        None  # train the model as long in full, on other batches, put its weights
+    )
+    # into NF4, and train adapters of this rank alone
     budget: float | None = None  # let headroom.fit choose how to train within this share of the
     # first rung's predicted peak
 
@@ -106,6 +110,9 @@ adafactor = replace(
     lr_factor=30.0,  # relative to the size of weights, about 1/30
     tolerance=None,
 )
+qlora = replace(
+    eight_bit, key="qlora", title="8-bit moments, adapters beside NF4", adapters=16, tolerance=None
+)
 fp16_scaled = replace(
     level5,
     key="fp16",
@@ -159,6 +166,7 @@ LADDER = (
     released,
     remainder,
     adafactor,
+    qlora,
     fp16_scaled,
     clipped,
     summed_in_f32,

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 import data
 from choose import choose
-from model import SIZES
+from model import GPT, SIZES
 from peak import PeakMemory
-from run import Run, predict
+from run import Run, base_of, predict
 from rungs import RUNGS, Rung, size_of
 
 HELD = ("parameters", "master_weights", "optimizer_state", "gradients")  # for each parameter
@@ -72,8 +72,12 @@ def train(
     # One step to throw away: what libraries load, compile and cache once per process is not counted
     # as memory of the training.
     Run(rung, shape, place, seed).step(text)
+    base = None
+    if rung.adapters is not None and saved is None:
+        base = base_of(rung, shape, place, seed, text)
     peak = PeakMemory(place)
-    run = Run(rung, shape, place, seed)
+    run = Run(rung, shape, place, seed, base)
+    del base
 
     out.mkdir(parents=True, exist_ok=True)
     if saved is not None:
@@ -99,7 +103,8 @@ def train(
             if len(run.losses) % save_every == 0 or len(run.losses) == steps:
                 run.save(checkpoint, identity)
 
-    numel = sum(p.numel() for p in run.model.parameters())
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in GPT(shape).parameters())  # not of packed ones
     held_out_loss = run.held_out_loss(unseen)
     measured, predicted = run.count_bytes(text), predict(rung, shape, place)
     most = measured.most_by_kind

@@ -11,7 +11,8 @@ low-rank adapters beside them,
 :mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
 bytes go, :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
 :mod:`headroom.fitting` the fastest way to train within a budget, :mod:`headroom.retrying` steps
-that are repeated when memory runs out, :mod:`headroom.reports` pictures of these,
+that are repeated when memory runs out, :mod:`headroom.data` batches that are there in time,
+:mod:`headroom.reports` pictures of these,
 :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
 training loops need.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         adapters,
         amp,
         checkpointing,
+        data,
         fitting,
         host,
         integrations,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from .adapters import lora, merge, unmerge
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
+    from .data.forecast import forecast
     from .fitting import fit
     from .fitting.ladder import ladder
     from .grad.accumulate import GradAccumulator
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
     from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .patching import patch, unpatch
-    from .planning import fits, forecast, max_batch, plan
+    from .planning import fits, max_batch, plan
     from .profiling import profile
     from .quantizing import dequantize, load_quantized, quantize
     from .release import release_gradients
@@ -72,6 +75,7 @@ else:
             ".adapters": ("lora", "merge", "unmerge"),
             ".amp.cast_model": ("cast_model", "cast_report"),
             ".checkpointing": ("checkpoint", "checkpoint_every", "checkpoint_sequential"),
+            ".data.forecast": ("forecast",),
             ".fitting": ("fit",),
             ".fitting.ladder": ("ladder",),
             ".grad.accumulate": ("GradAccumulator",),
@@ -80,7 +84,7 @@ else:
             ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
             ".patching": ("patch", "unpatch"),
-            ".planning": ("fits", "forecast", "max_batch", "plan"),
+            ".planning": ("fits", "max_batch", "plan"),
             ".profiling": ("profile",),
             ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),
@@ -88,16 +92,20 @@ else:
             ".step.micro_batches": ("micro_batches",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
-        """adapters amp checkpointing fitting grad host integrations loss memory nn optim patching
-        planning profiling quantizing release reports retrying state""".split(),
+        """adapters amp checkpointing data fitting grad host integrations loss memory nn optim
+        patching planning profiling quantizing release reports retrying state""".split(),
     )
-    # Names that were there first, of packages that need that of optimizers.
+    # Names that belong to a package for its users, and are in one that needs it.
     lent["headroom.optim"] = {
         "ReleaseHandle": "headroom.release",
         "check_same_state": "headroom.state",
         "convert_state": "headroom.state",
         "load_sharded": "headroom.state",
         "release_gradients": "headroom.release",
+    }
+    lent["headroom.state"] = {
+        "load_adapter": "headroom.adapters",
+        "save_adapter": "headroom.adapters",
     }
     advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
@@ -116,6 +124,7 @@ __all__ = [
     "checkpointing",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "data",
     "dequantize",
     "fit",
     "fits",

@@ -58,7 +58,7 @@ def show_rows(found: dict[tuple[str, str, str], Found]) -> None:
                 f"{'-' if budget is None else format(budget, 'g'):>8}"
                 f"{'-' if row.wanted is None else format(row.wanted, 'g'):>8}{one.branches:10.1f}"
                 f"{one.turn.accesses('load'):>14}{one.turn.accesses('store'):>12}"
-                f"{'+'.join(map(str, one.turn.flights)):>11}"
+                f" {'+'.join(map(str, one.turn.flights)):>10}"
                 f"{device.needed(one.instructions, row.traffic):8.1f}"
                 f"{device.fraction(one.instructions, row.traffic):10.2f}"
             )

@@ -10,30 +10,14 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
+from .gpus import GPUS, Gpu
+
 TOKENS, VOCABULARY = 1, 2
 MODES = {0: "auto", TOKENS: "tokens", VOCABULARY: "vocabulary"}
 BF16 = 1  # hr_dtype
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Rates that are reached, not those of the data sheet."""
-
-    name: str
-    capability: int
-    products: float  # operations/s of large products of 16 bits
-    bandwidth: float  # bytes/s of a copy
-    source: str
-
-
-# Of the data sheets' rates 0.65 for products, which is 640 TFLOP/s on an H100 whose power is
-# limited, and 0.9 for copies.
-GPUS = [
-    Gpu("H200", 90, 0.65 * 989e12, 0.9 * 4.8e12, "NVIDIA H200 data sheet, SXM"),
-    Gpu("H100", 90, 0.65 * 989e12, 0.9 * 3.35e12, "NVIDIA H100 data sheet, SXM"),
-    Gpu("A100", 80, 0.65 * 312e12, 0.9 * 2.039e12, "NVIDIA A100 data sheet, SXM 80 GB"),
-    Gpu("RTX 4090", 89, 0.65 * 165.2e12, 0.9 * 1.008e12, "NVIDIA Ada GPU architecture"),
-]
+ON = [GPUS[name] for name in ("H200", "H100", "A100", "RTX 4090")]
 OF_BANDWIDTH = 0.85  # what kernels of rows and logits reach of a copy's
 
 
@@ -48,7 +32,7 @@ class Kernel:
 
     def seconds(self, gpu: Gpu) -> float:
         reached = 1.0 if self.operations else OF_BANDWIDTH
-        return max(self.operations / gpu.products, self.bytes / (gpu.bandwidth * reached))
+        return max(self.operations / gpu.products, self.bytes / (gpu.copies * reached))
 
 
 class Config(ctypes.Structure):
@@ -140,7 +124,7 @@ def main() -> None:
 
     library = next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))
     print("rows x features x classes: {:,} x {:,} x {:,}, bfloat16, all gradients".format(*sizes))
-    for gpu in GPUS:
+    for gpu in ON:
         chosen = needs_of(library, gpu, *sizes, 0).mode
         for mode in (TOKENS, VOCABULARY):
             needs, found, seconds = predicted(library, gpu, sizes, mode)

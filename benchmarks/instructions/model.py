@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .gpus import GPUS
+
 # Warp instructions that a multiprocessor issues per cycle in loops like these. The hardware's
 # maximum is 4, one per scheduler.
 ISSUED = 3.0
@@ -19,7 +21,9 @@ BLOCK = 1.0
 # The exponent is a choice: measured throughputs bend below the limits where these meet (V. Volkov,
 # Understanding Latency Hiding on GPUs, 2016), and how much depends on the kernel.
 KNEE = 3
-REGISTERS = 65536  # of a multiprocessor, of all devices here; a warp's are given in steps of 256
+# Of a multiprocessor, of all devices here: a quarter for the warps of each scheduler, which get
+# them in steps of 256.
+REGISTERS = 65536
 LEFT_OUT = (
     "Left out: the latency of loads and how many warps hide it, half sectors, bank conflicts of "
     "shared memory, pipes narrower than 32 lanes (binary64, roots, on a T4 all of binary32), what "
@@ -48,6 +52,7 @@ class Device:
     threads: int = 2048
     blocks: int = 32
     shared: int = 228 * 1024
+    reserved: int = 1024  # bytes of shared memory that each block takes beside its own
 
     def needed(self, instructions: float, traffic: float) -> float:
         """Instructions per cycle and multiprocessor with which the memory is the limit."""
@@ -62,11 +67,12 @@ class Device:
         """How many blocks a multiprocessor holds at once, of threads that take so many registers
         and blocks that take so many bytes of shared memory."""
         of_warp = math.ceil(32 * registers / 256) * 256
+        warps = 4 * (REGISTERS // 4 // of_warp)
         return min(
             self.threads // threads,
             self.blocks,
-            REGISTERS // of_warp // math.ceil(threads / 32),
-            self.shared // max(1, shared),
+            warps // math.ceil(threads / 32),
+            self.shared // max(1, shared + self.reserved),
         )
 
 
@@ -120,51 +126,41 @@ def predict(device: Device, launch: Launch) -> Prediction:
     )
 
 
+def _device(
+    name: str, arch: str, multiprocessors: int, clock: float, about: str, **at_once
+) -> Device:
+    gpu = GPUS[name]
+    source = f"{gpu.source}: {gpu.bandwidth / 1e9:,.0f} GB/s; {about}"
+    return Device(name, arch, multiprocessors, clock, gpu.copies, source, **at_once)
+
+
 # Latencies of Hopper and Ada: Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU
 # Architecture (arXiv:2402.13499); of Turing: Jia et al., Dissecting the NVidia Turing T4 GPU
 # (arXiv:1903.07486).
-# Where no copy was measured, 0.9 of the data sheet's bandwidth, as on the H200.
 DEVICES = [
-    Device(
-        "H200",
-        "90",
-        132,
-        1.98e9,
-        4.3e12,
-        "data sheet: 4.8 TB/s; multiprocessors, clock under load and copy as measured",
-        latency=479,
-    ),
-    Device(
-        "H100",
-        "90",
-        132,
-        1.98e9,
-        0.9 * 3.35e12,
-        "NVIDIA H100 data sheet, SXM5: 3.35 TB/s; its architecture whitepaper: boost clock",
-        latency=479,
-    ),
-    Device(
+    _device("H200", "90", 132, 1.98e9, "clock under load and copy as measured", latency=479),
+    _device("H100", "90", 132, 1.98e9, "its architecture whitepaper: boost clock", latency=479),
+    _device(
         "RTX 4090",
         "86",
         128,
         2.52e9,
-        0.9 * 1008e9,
-        "NVIDIA Ada GPU architecture, table of the GeForce RTX 4090: boost clock, 1008 GB/s",
+        "boost clock",
         latency=542,
         threads=1536,
         blocks=24,
         shared=100 * 1024,
     ),
-    Device(
+    _device(
         "T4",
         "75",
         40,
         1.59e9,
-        0.9 * 320e9,
-        "NVIDIA T4 data sheet and Turing GPU architecture: boost clock, 320 GB/s",
+        "Turing GPU architecture: boost clock",
         latency=296,
         threads=1024,
         blocks=16,
         shared=64 * 1024,
+        reserved=0,
     ),
 ]

@@ -88,6 +88,18 @@ hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dloss, int
     HR_RETURN_CUDA(cross_entropy_backward_cuda(&args, exec), exec);
 }
 
+static hr_status check_workspace(const char *function, cross_entropy_args *args)
+{
+    void *const workspace = args->config.workspace;
+    const size_t bytes = args->config.workspace_bytes;
+    HR_TRY(hr_check_vector(function, "config->workspace", workspace, HR_F64));
+    HR_REQUIRE(!workspace || bytes >= HR_CROSS_ENTROPY_WORKSPACE,
+               "%s: config->workspace_bytes is %zu, wanted %d", function, bytes,
+               HR_CROSS_ENTROPY_WORKSPACE);
+    args->parts = (ce_totals *)workspace;
+    return HR_OK;
+}
+
 hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
                                   const float *lse, const void *target, const float *weight,
                                   int64_t rows, int64_t classes,
@@ -111,6 +123,7 @@ hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *lo
     HR_TRY(hr_check_vector(function, "factors", factors, HR_F32));
     HR_TRY(hr_check_given(function, "loss", loss, result ? rows : 0));
     HR_TRY(hr_check_given(function, "lse", lse, result && args.config.z_loss != 0 ? rows : 0));
+    HR_TRY(check_workspace(function, &args));
     HR_TRY(ce_check_targets(function, "target", &args, exec));
     if (exec->device == HR_CPU)
         return cross_entropy_reduce_cpu(&args);

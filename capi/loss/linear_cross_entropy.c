@@ -30,15 +30,14 @@ static hr_status check_flags(const char *function, const lce_config *own)
 /* The options of the loss, as the kernels take them. */
 static hr_cross_entropy_config loss_config(const lce_config *own)
 {
-    return (hr_cross_entropy_config){sizeof(hr_cross_entropy_config),
-                                     HR_F32,
-                                     HR_F32,
-                                     own->target_bytes,
-                                     own->reduction,
-                                     own->ignore_index,
-                                     own->label_smoothing,
-                                     own->softcap,
-                                     own->z_loss};
+    hr_cross_entropy_config config = HR_CROSS_ENTROPY_CONFIG_INIT;
+    config.target_bytes = own->target_bytes;
+    config.reduction = own->reduction;
+    config.ignore_index = own->ignore_index;
+    config.label_smoothing = own->label_smoothing;
+    config.softcap = own->softcap;
+    config.z_loss = own->z_loss;
+    return config;
 }
 
 static hr_status check_config(const char *function, lce_config *own, const lce_config *config,
@@ -189,7 +188,7 @@ static hr_status check_targets_there(const lce_call *call)
         return HR_OK; /* checked before, or not at all */
 #if HR_WITH_CUDA
     const cross_entropy_args *const args = &call->listing.ce;
-    ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.totals);
+    ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.parts);
     int32_t previous = 0;
     HR_RUN(hr_cuda_enter(call->exec->device, &previous));
     const hr_status status =

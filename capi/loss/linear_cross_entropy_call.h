@@ -26,6 +26,7 @@ typedef struct lce_sizes {
 /* Parts of the workspace: LCE_NONE, or the first byte. */
 typedef struct lce_layout {
     size_t totals, index, target, scale, dloss, loss, lse, lse_low, seen;
+    size_t parts;       /* [CE_PARTS]: sums of parts of the rows, in turn those of each step */
     size_t hidden;      /* [chunk, features]: rows that count */
     size_t hidden_grad; /* [chunk, features], f32 */
     size_t logits;      /* [chunk, pitch], f32, and then their gradients */

@@ -7,40 +7,20 @@
  * lies between products takes as long as its bytes. Launches, and what caches hold from one kernel to
  * the next, are left out.
  */
+#include "capi/core/gpus.h"
 #include "capi/loss/linear_cross_entropy_call.h"
-
-/* What the maker publishes, without sparsity: 10^12 operations/s with sums in binary32, by the type
- * of the factors, and 10^9 bytes/s. */
-typedef struct architecture {
-    int32_t capability;
-    double half, tf32, single, bandwidth;
-} architecture;
-
-static const architecture architectures[] = {
-    {75, 65, 8.1, 8.1, 320},          /* T4, which has no TF32: NVIDIA T4 data sheet */
-    {80, 312, 156, 19.5, 2039},       /* A100 SXM, 80 GB: NVIDIA A100 data sheet */
-    {86, 71, 35.6, 35.6, 936},        /* RTX 3090: NVIDIA Ampere GA102 whitepaper, appendix A */
-    {89, 165.2, 82.6, 82.6, 1008},    /* RTX 4090: NVIDIA Ada architecture whitepaper, appendix A */
-    {90, 989.4, 494.7, 66.9, 3350},   /* H100 SXM: NVIDIA H100 data sheet, halved */
-    {100, 2250, 1100, 75, 7700},      /* B200: NVIDIA HGX B200 data sheet, an eighth, halved */
-    {120, 209.5, 104.8, 104.8, 1792}, /* RTX 5090: NVIDIA RTX Blackwell whitepaper, appendix A */
-};
-
-/* What is reached of it: large products get 620 to 680 * 10^12 on an H100 whose power is limited. */
-#define OF_PRODUCTS 0.65
-#define OF_COPIES   0.9
 
 /* A GPU of no row has the rates of the newest architecture before it. */
 lce_rates lce_rates_of(int32_t capability, const hr_linear_cross_entropy_config *config)
 {
-    const architecture *a = architectures;
-    for (size_t i = 1; i < sizeof architectures / sizeof *architectures; i++)
-        if (architectures[i].capability <= capability)
-            a = &architectures[i];
-    const double product = config->dtype != HR_F32 ? a->half
-                           : config->allow_tf32    ? a->tf32
-                                                   : a->single;
-    return (lce_rates){product * 1e12 * OF_PRODUCTS, a->bandwidth * 1e9 * OF_COPIES};
+    const gpu_rates *gpu = gpus;
+    for (size_t i = 1; i < sizeof gpus / sizeof *gpus; i++)
+        if (gpus[i].capability <= capability)
+            gpu = &gpus[i];
+    const double product = config->dtype != HR_F32 ? gpu->half
+                           : config->allow_tf32    ? gpu->tf32
+                                                   : gpu->single;
+    return (lce_rates){product * 1e12 * GPU_OF_PRODUCTS, gpu->bandwidth * 1e9 * GPU_OF_COPIES};
 }
 
 static double product_seconds(const lce_rates *rates, double operations, double bytes)

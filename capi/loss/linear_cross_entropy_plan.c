@@ -158,6 +158,7 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
     layout->lse = take(layout, 1, s->capacity, 1, sizeof(float));
     layout->lse_low = take(layout, 1, s->capacity, 1, sizeof(float));
     layout->seen = take(layout, 1, s->chunk, 1, sizeof(lce_seen));
+    layout->parts = take(layout, !s->on_cpu, ce_parts(s->rows), 1, sizeof(ce_totals));
     layout->hidden = take(layout, 1, s->chunk, s->features, hr_dtype_size(s->computed));
     layout->hidden_grad =
         take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN, s->chunk, s->features, 4);

@@ -339,6 +339,7 @@ hr_status lce_run(lce_call *call)
                        .capacity = s->capacity,
                        .totals = (lce_totals *)at(call, layout->totals)};
     call->listing.out = call->out;
+    call->listing.counts = (lce_counts *)at(call, layout->parts);
     HR_ON_DEVICE(call->exec, lce_list_rows, &call->listing);
     /* On CUDA nobody waits for the count: all rows of the list are multiplied. */
     const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->capacity;
@@ -357,7 +358,8 @@ hr_status lce_run(lce_call *call)
     }
     if (!call->result)
         return HR_OK;
-    const lce_reduction reduction = {*list, call->config.z_loss, call->result};
+    const lce_reduction reduction = {*list, call->config.z_loss, call->result,
+                                     (ce_totals *)at(call, layout->parts)};
     HR_ON_DEVICE(call->exec, lce_reduce, &reduction);
     return HR_OK;
 }

@@ -157,4 +157,23 @@ HR_INLINE void f16_store(uint16_t *restrict to, const float *restrict from, int 
         to[i] = hr_to_f16(from[i]);
 }
 
+/* Convert the elements [i, i + count) of any float type to a tile of binary32, and back. */
+HR_INLINE void halves_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
+                              float *restrict tile, half_conversions halves)
+{
+    if (dtype == HR_F16)
+        f16_load(tile, (const uint16_t *)base + i, count, halves);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
+}
+
+HR_INLINE void halves_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
+                                const float *restrict tile, half_conversions halves)
+{
+    if (dtype == HR_F16)
+        f16_store((uint16_t *)base + i, tile, count, halves);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
+}
+
 #endif

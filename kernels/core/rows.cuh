@@ -9,6 +9,9 @@
 #include "kernels/core/pack.cuh"
 #include "kernels/core/reduce.cuh"
 
+/* How many elements 16 bytes have. */
+template <hr_dtype dtype> constexpr int vector_of = dtype == HR_F32 ? 4 : 8;
+
 /* E consecutive elements, as they lie in memory. */
 template <int E> struct few {
     pack<E> bits;

@@ -14,7 +14,7 @@
 #include "kernels/grad/unscale_norm.h"
 
 #define THREADS        256
-#define TENSOR_THREADS 128
+#define TENSOR_THREADS 512
 #define TOTAL_THREADS  512
 #define GROUP          (8 * THREADS) /* elements of a block */
 

@@ -13,6 +13,11 @@
 #include "kernels/core/dtype.h"
 #include "kernels/core/math.h"
 
+/* Sums over rows. */
+typedef struct ce_totals {
+    double loss, z_loss, weight, count;
+} ce_totals;
+
 typedef struct cross_entropy_args {
     hr_rows logits, grad;
     const void *target;
@@ -22,6 +27,7 @@ typedef struct cross_entropy_args {
     const float *dloss, *factors;
     int64_t dloss_stride;
     float *result, *new_factors; /* of a reduction */
+    ce_totals *parts;            /* [CE_PARTS] of it on CUDA, or NULL: there is one part */
     double weight_sum;           /* of all classes; computed here for the CPU alone */
     const double *given_sum;     /* the same, or NULL: still to be computed */
     int64_t rows, classes;       /* of logits, whose first column is class `first` of `all` */
@@ -253,9 +259,15 @@ HR_INLINE float ce_base(float top)
 
 /* ---- The reduction --------------------------------------------------------------------------- */
 
-typedef struct ce_totals {
-    double loss, z_loss, weight, count;
-} ce_totals;
+/* On CUDA many rows are added up in parts, a thread block each, and then the parts in their order. */
+#define CE_PART  2048 /* rows of a part, while there are not too many parts */
+#define CE_PARTS 512  /* at most */
+
+HR_INLINE int64_t ce_parts(int64_t rows)
+{
+    const int64_t parts = (rows + CE_PART - 1) / CE_PART;
+    return parts < 1 ? 1 : parts < CE_PARTS ? parts : CE_PARTS;
+}
 
 HR_INLINE void ce_count(const cross_entropy_args *a, int64_t target, float loss, float lse,
                         ce_totals *totals)
@@ -308,7 +320,8 @@ hr_status cross_entropy_reduce_cpu(const cross_entropy_args *args);
 hr_status cross_entropy_forward_cuda(const cross_entropy_args *args, const hr_exec *exec);
 hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_exec *exec);
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec);
-/* Waits for the device, in whose memory `there` is. Refuses a stream that is being captured. */
+/* Waits for the device, in whose memory `there` is, [CE_PARTS]. Refuses a stream that is being
+ * captured. */
 hr_status cross_entropy_stray_cuda(ce_stray *stray, ce_stray *there, const cross_entropy_args *args,
                                    const char *function, const hr_exec *exec);
 #ifdef __cplusplus

@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(THREADS)
 /* ---- Backward -------------------------------------------------------------------------------- */
 
 template <int E>
-static __device__ __forceinline__ void gradients(float (&x)[E], int64_t j, const ce_row &r,
+static __device__ __forceinline__ void gradients(float (&x)[E], eight_at at, const ce_row &r,
                                                  const cross_entropy_args &a, bool plain)
 {
     const float cap = (float)a.config.softcap;
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void gradients(float (&x)[E], int64_t j, const
         }
         const float tanh = cap > 0.0f ? hr_tanh(x[e] / cap) : 0.0f;
         float out = r.p * ce_probability(cap > 0.0f ? cap * tanh : x[e], r.high, r.low);
-        out -= a.weight ? r.w * a.weight[a.first + j + e] : r.w;
+        out -= a.weight ? r.w * a.weight[a.first + at[e]] : r.w;
         x[e] = cap > 0.0f ? out * ce_slope(tanh) : out;
     }
 }
@@ -83,33 +83,30 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
 {
     const void *const logits = row_at(a.logits, row, dtype);
     void *const grad = row_at(a.grad, row, grad_dtype);
-    const int64_t target = ce_target(&a, row);
-    const double weight = ce_weight(&a, target);
-    const ce_row r = ce_row_of(&a, row, weight, plain ? 0.0 : sum_of_weights(a, lane, width));
+    const double weights = plain ? 0.0 : sum_of_weights(a, lane, width);
+    const ce_row r = ce_row_of(&a, row, ce_weight(&a, ce_target(&a, row)), weights);
     float z = 0.0f;
-    const bool has_column = ce_has_column(&a, target);
-    const int64_t column = target - a.first;
-    if (lane == 0 && has_column)
-        z = hr_load(logits, column, dtype);
+    if (lane == 0 && ce_has_column(&a, ce_target(&a, row)))
+        z = hr_load(logits, ce_target(&a, row) - a.first, dtype);
     meet(width); /* it has been read before the row is written */
     const row_cut cut = cut_row(logits, dtype, grad, grad_dtype, a.classes, lane, width);
     const void *const body = body_of(cut, logits, dtype);
     void *const out = body_of(cut, grad, grad_dtype);
     const bool meets = dtype != grad_dtype;
     for_elements(
-        cut, meets,
-        [&](int64_t j, bool present) {
+        cut, dtype, meets,
+        [&](eight_at at, bool present) {
             pack<8> bits = {};
             if (present)
-                bits = pack_load<8>(body, j, dtype);
+                bits = load_eight(body, at, dtype);
             if (meets)
                 meet(width);
             if (!present)
                 return;
             float x[8];
             pack_floats(bits, dtype, x);
-            gradients(x, cut.head + j, r, a, plain);
-            pack_store(out, j, pack_of(x, grad_dtype), grad_dtype);
+            gradients(x, {cut.own + at.j, at.apart}, r, a, plain);
+            store_eight(out, at, grad_dtype, pack_of(x, grad_dtype), dtype);
         },
         [&](int64_t j, bool present) {
             float x[1] = {present ? hr_load(logits, j, dtype) : 0.0f};
@@ -117,12 +114,16 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
                 meet(width);
             if (!present)
                 return;
-            gradients(x, j, r, a, plain);
+            gradients(x, {j, 4}, r, a, plain);
             hr_store(grad, j, x[0], grad_dtype);
         });
     meet(width); /* the target is written last, by one thread */
-    if (lane != 0 || !has_column)
+    /* Once more, because what the target alone needs would take registers of the loops. */
+    const int64_t target = ce_target(&a, row);
+    if (lane != 0 || !ce_has_column(&a, target))
         return;
+    const double weight = ce_weight(&a, target);
+    const ce_row last = ce_row_of(&a, row, weight, weights);
     const float cap = (float)a.config.softcap;
     double slope = 1.0;
     if (cap > 0.0f) {
@@ -130,7 +131,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
         slope = (double)ce_slope(tanh);
         z = cap * tanh;
     }
-    hr_store(grad, column, ce_target_gradient(&r, z, weight, slope), grad_dtype);
+    hr_store(grad, target - a.first, ce_target_gradient(&last, z, weight, slope), grad_dtype);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -156,22 +157,21 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- The reduction --------------------------------------------------------------------------- */
 
-/* One block, because there is no memory for sums of several: wide, and with the loads of AHEAD rows of
- * a thread in flight. Thread t counts rows t, t + REDUCING, ..., and the threads are added in order. */
-#define REDUCING 1024
-#define AHEAD    4
+static_assert(sizeof(ce_totals) * CE_PARTS == HR_CROSS_ENTROPY_WORKSPACE, "as headroom.h says");
 
-static __global__ void __launch_bounds__(REDUCING)
-    cross_entropy_reduce_kernel(const cross_entropy_args __grid_constant__ a)
+/* Thread t of a block counts rows t, t + ADDING, ... of its part. */
+static __global__ void __launch_bounds__(ADDING)
+    cross_entropy_reduce_kernel(const cross_entropy_args __grid_constant__ a, int64_t share)
 {
+    const row_range part = rows_of_part(a.rows, share);
     ce_totals totals = {};
-    for (int64_t first = threadIdx.x; first < a.rows; first += AHEAD * REDUCING) {
+    for (int64_t first = part.begin + threadIdx.x; first < part.end; first += AHEAD * ADDING) {
         int64_t target[AHEAD];
         float loss[AHEAD], lse[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            const int64_t row = first + k * REDUCING;
-            const bool there = row < a.rows;
+            const int64_t row = first + k * ADDING;
+            const bool there = row < part.end;
             target[k] = there ? ce_target(&a, row) : a.config.ignore_index;
             loss[k] = there ? ce_given_loss(&a, row) : 0.0f;
             lse[k] = there ? ce_given_lse(&a, row) : 0.0f;
@@ -181,39 +181,50 @@ static __global__ void __launch_bounds__(REDUCING)
         for (int k = 0; k < AHEAD; k++)
             ce_count(&a, target[k], loss[k], lse[k], &totals);
     }
-    totals.loss = row_total<REDUCING>(totals.loss);
-    totals.z_loss = row_total<REDUCING>(totals.z_loss);
-    totals.weight = row_total<REDUCING>(totals.weight);
-    totals.count = row_total<REDUCING>(totals.count);
+    add_threads(totals);
+    if (threadIdx.x != 0)
+        return;
+    if (gridDim.x > 1)
+        a.parts[blockIdx.x] = totals;
+    else
+        ce_finish(&a, &totals);
+}
+
+static __global__ void __launch_bounds__(ADDING)
+    cross_entropy_parts_kernel(const cross_entropy_args __grid_constant__ a, int parts)
+{
+    const ce_totals totals = sum_of_parts(a.parts, parts);
     if (threadIdx.x == 0)
         ce_finish(&a, &totals);
 }
 
 /* ---- Targets ---------------------------------------------------------------------------------- */
 
-/* The same for the first stray target of all threads. */
-static __global__ void __launch_bounds__(REDUCING)
-    cross_entropy_stray_kernel(ce_stray *stray, const cross_entropy_args __grid_constant__ a)
+/* The first stray target of each part. */
+static __global__ void __launch_bounds__(ADDING)
+    cross_entropy_stray_kernel(ce_stray *strays, const cross_entropy_args __grid_constant__ a,
+                               int64_t share)
 {
+    const row_range part = rows_of_part(a.rows, share);
     double found = -INFINITY; /* minus the row, so that the largest is wanted */
-    for (int64_t first = threadIdx.x; first < a.rows && found == -INFINITY;
-         first += AHEAD * REDUCING) {
+    for (int64_t first = part.begin + threadIdx.x; first < part.end && found == -INFINITY;
+         first += AHEAD * ADDING) {
         int64_t target[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; k++)
-            target[k] = first + k * REDUCING < a.rows ? ce_target(&a, first + k * REDUCING)
+            target[k] = first + k * ADDING < part.end ? ce_target(&a, first + k * ADDING)
                                                       : a.config.ignore_index;
         pack_all_loaded();
 #pragma unroll
         for (int k = AHEAD - 1; k >= 0; k--)
             if (ce_is_stray(&a, target[k]))
-                found = -(double)(first + k * REDUCING);
+                found = -(double)(first + k * ADDING);
     }
-    found = row_largest<REDUCING>(found, REDUCING);
+    found = row_largest<ADDING>(found, ADDING);
     if (threadIdx.x != 0)
         return;
     const int64_t row = found == -INFINITY ? -1 : (int64_t)-found;
-    *stray = {row, row < 0 ? 0 : ce_target(&a, row)};
+    strays[blockIdx.x] = {row, row < 0 ? 0 : ce_target(&a, row)};
 }
 
 /* ---- Calls ----------------------------------------------------------------------------------- */
@@ -230,7 +241,11 @@ hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_e
 
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
-    HR_LAUNCH(cross_entropy_reduce_kernel, 1, REDUCING, 0, exec->stream, *args);
+    const int64_t parts = args->parts ? ce_parts(args->rows) : 1;
+    HR_LAUNCH(cross_entropy_reduce_kernel, (uint32_t)parts, ADDING, 0, exec->stream, *args,
+              share_of(args->rows, parts));
+    if (parts > 1)
+        HR_LAUNCH(cross_entropy_parts_kernel, 1, ADDING, 0, exec->stream, *args, (int)parts);
     return cuda_launch_status("hr_cross_entropy_reduce");
 }
 
@@ -245,16 +260,25 @@ hr_status cross_entropy_stray_cuda(ce_stray *stray, ce_stray *there, const cross
             "%s: config->check_target is 1, but the stream is being captured into a CUDA "
             "graph, which cannot wait for the targets; wanted 0 in a capture",
             function);
+    const int64_t parts = ce_parts(args->rows);
+    ce_stray strays[CE_PARTS];
     if (error == cudaSuccess) {
-        HR_LAUNCH(cross_entropy_stray_kernel, 1, REDUCING, 0, exec->stream, there, *args);
+        HR_LAUNCH(cross_entropy_stray_kernel, (uint32_t)parts, ADDING, 0, exec->stream, there,
+                  *args, share_of(args->rows, parts));
         error = cudaGetLastError();
     }
     if (error == cudaSuccess)
-        error = cudaMemcpyAsync(stray, there, sizeof *stray, cudaMemcpyDeviceToHost, exec->stream);
+        error = cudaMemcpyAsync(strays, there, (size_t)parts * sizeof *strays,
+                                cudaMemcpyDeviceToHost, exec->stream);
     if (error == cudaSuccess)
         error = cudaStreamSynchronize(exec->stream);
-    if (error == cudaSuccess)
+    if (error == cudaSuccess) {
+        int64_t first = 0;
+        while (first < parts - 1 && strays[first].row < 0)
+            first++;
+        *stray = strays[first];
         return HR_OK;
+    }
     (void)cudaGetLastError(); /* or the next launch would report it again */
     return hr_fail(HR_CUDA_ERROR, "%s: the targets could not be checked: %s", function,
                    cudaGetErrorString(error));

@@ -2,9 +2,9 @@
  * cross_entropy_rows.cuh: what grids over rows of logits share: which row and which of its elements a
  * thread takes, what it has seen of them, and what the threads of a row have seen together.
  *
- * A warp takes a row of up to SHORT classes, a thread block a longer one. Accesses are of eight
- * elements, also in rows that begin at an odd address: what lies before the first multiple of 16 and
- * after the last group goes element by element.
+ * A warp takes a row of up to SHORT classes, a thread block a longer one. Accesses are of 16 bytes,
+ * and those of a warp lie side by side, also in rows that begin at an odd address: what lies before
+ * the first multiple of 16 and after the last eight elements goes element by element.
  */
 #ifndef HR_CROSS_ENTROPY_ROWS_CUH
 #define HR_CROSS_ENTROPY_ROWS_CUH
@@ -30,22 +30,23 @@ static __device__ __forceinline__ row_place place_of(int width)
             (int)threadIdx.x % width};
 }
 
-/* [0, head) and [end, cols) go element by element, what lies between in groups of eight. */
+/* [0, head) and [end, cols) go element by element, what lies between in groups of eight; the thread's
+ * first one begins at `own`. */
 struct row_cut {
-    int64_t head, end, cols;
+    int64_t head, end, cols, own;
     int lane, width;
 };
 
-/* Where the groups begin. */
+/* Where the thread's groups begin. */
 static __device__ __forceinline__ const void *body_of(const row_cut &cut, const void *row,
                                                       hr_dtype dtype)
 {
-    return (const char *)row + cut.head * hr_element_size(dtype);
+    return (const char *)row + cut.own * hr_element_size(dtype);
 }
 
 static __device__ __forceinline__ void *body_of(const row_cut &cut, void *row, hr_dtype dtype)
 {
-    return (char *)row + cut.head * hr_element_size(dtype);
+    return (char *)row + cut.own * hr_element_size(dtype);
 }
 
 /* The cut of rows of `cols` elements: `in` is read and `out`, which may be NULL, is written.
@@ -62,20 +63,69 @@ static __device__ __forceinline__ row_cut cut_row(const void *in, hr_dtype in_dt
         even = even && (in_dtype == out_dtype || head == 0);
     }
     if (!even)
-        return {cols, cols, cols, lane, width};
-    return {head, head + (cols - head) / 8 * 8, cols, lane, width};
+        return {cols, cols, cols, cols, lane, width};
+    const int64_t own = head + lane * (in_dtype == HR_F32 ? 4 : 8);
+    return {head, head + (cols - head) / 8 * 8, cols, own, lane, width};
 }
 
-/* Calls eight(j) for each group of the thread's elements, j counted from `head`, and one(j) for each
+/* Where eight elements of a thread are: the second four begin `apart` after the first. */
+struct eight_at {
+    int64_t j;
+    int apart;
+
+    __device__ __forceinline__ int64_t operator[](int e) const
+    {
+        return e < 4 ? j + e : j + apart + (e - 4);
+    }
+};
+
+/* Those of a turn, counted from the thread's first. Where eight take two accesses, the first four of
+ * all threads come before their second. */
+static __device__ __forceinline__ eight_at eight_of(const row_cut &cut, int64_t turn, bool is_whole,
+                                                    hr_dtype dtype)
+{
+    if (dtype != HR_F32)
+        return {turn, 4};
+    const int64_t left = cut.end - cut.head - turn;
+    const int half = cut.width * 4;
+    return {turn, is_whole || left >= 2 * half ? half : (int)left / 2};
+}
+
+static __device__ __forceinline__ pack<8> load_eight(const void *body, eight_at at, hr_dtype dtype)
+{
+    if (dtype != HR_F32)
+        return pack_load<8>(body, at.j, dtype);
+    pack<8> p;
+    p.low = *(const uint4 *)((const float *)body + at.j);
+    p.high = *(const uint4 *)((const float *)body + at.j + at.apart);
+    return p;
+}
+
+/* In a type that may be narrower than `in_dtype`, of which the eight were. */
+static __device__ __forceinline__ void store_eight(void *body, eight_at at, hr_dtype dtype,
+                                                   const pack<8> &p, hr_dtype in_dtype)
+{
+    if (dtype == HR_F32) {
+        __stcs((uint4 *)((float *)body + at.j), p.low);
+        __stcs((uint4 *)((float *)body + at.j + at.apart), p.high);
+    } else if (in_dtype == HR_F32) {
+        __stcs((uint2 *)((uint16_t *)body + at.j), make_uint2(p.low.x, p.low.y));
+        __stcs((uint2 *)((uint16_t *)body + at.j + at.apart), make_uint2(p.low.z, p.low.w));
+    } else {
+        pack_store(body, at.j, p, dtype);
+    }
+}
+
+/* Calls eight(at) for each group of the thread's elements, counted from its first, and one(j) for each
  * single one. With `meets` every thread makes as many calls, some of them with `present` false. */
 template <typename Eight, typename One>
-static __device__ __forceinline__ void for_elements(const row_cut &cut, bool meets, Eight eight,
-                                                    One one)
+static __device__ __forceinline__ void for_elements(const row_cut &cut, hr_dtype dtype, bool meets,
+                                                    Eight eight, One one)
 {
     const int64_t groups = cut.end - cut.head, singles = cut.head + (cut.cols - cut.end);
-    const int64_t first = (int64_t)cut.lane * 8;
-    for (int64_t j = first; (meets ? j - first : j) < groups; j += (int64_t)cut.width * 8)
-        eight(j, !meets || j < groups);
+    const int first = cut.lane * 8;
+    for (int64_t turn = 0; (meets ? turn : turn + first) < groups; turn += cut.width * 8)
+        eight(eight_of(cut, turn, false, dtype), !meets || turn + first < groups);
     for (int64_t k = cut.lane; (meets ? k - cut.lane : k) < singles; k += cut.width)
         one(k < cut.head ? k : cut.end + (k - cut.head), !meets || k < singles);
 }
@@ -89,7 +139,7 @@ fill_row(void *row, int64_t cols, int lane, int width, float value, hr_dtype dty
     const pack<8> bits = pack_of(values, dtype);
     void *const body = body_of(cut, row, dtype);
     for_elements(
-        cut, false, [&](int64_t j, bool) { pack_store(body, j, bits, dtype); },
+        cut, dtype, false, [&](eight_at at, bool) { store_eight(body, at, dtype, bits, dtype); },
         [&](int64_t j, bool) { hr_store(row, j, value, dtype); });
 }
 
@@ -192,30 +242,31 @@ static __device__ __forceinline__ void see(seen &s, const float (&z)[E], float s
     s.top = top;
 }
 
-/* Sees GROUPS groups of eight, from column j of the body on, which are all loaded before the first is
- * used. */
+/* Sees GROUPS groups of eight of as many turns, which are all loaded before the first is used.
+ * `is_whole`: all threads have theirs. */
 template <int GROUPS, typename Prepare>
 static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, const void *body,
-                                                  int64_t j, hr_dtype dtype, float scale,
-                                                  Prepare prepare)
+                                                  int64_t turn, bool is_whole, hr_dtype dtype,
+                                                  float scale, Prepare prepare)
 {
     pack<8> bits[GROUPS];
+    const eight_at at = eight_of(cut, turn, is_whole, dtype);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
-        bits[g] = pack_load<8>(body, j + g * cut.width * 8, dtype);
+        bits[g] = load_eight(body, {at.j + g * cut.width * 8, at.apart}, dtype);
     pack_all_loaded();
     float z[8 * GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
         float(&eight)[8] = reinterpret_cast<float(&)[8]>(z[8 * g]);
         pack_floats(bits[g], dtype, eight);
-        prepare(eight, cut.head + j + g * cut.width * 8);
+        prepare(eight, eight_at{cut.own + at.j + g * cut.width * 8, at.apart});
     }
     see(s, z, scale);
 }
 
-/* What a thread sees of a row, GROUPS groups at a time. prepare(z, j) may change the logits, eight or
- * one, from column j on. */
+/* What a thread sees of a row, GROUPS groups at a time. prepare(z, at) may change the logits, eight or
+ * one, of columns at[0], at[1], ... */
 template <int GROUPS, typename Prepare>
 static __device__ __forceinline__ seen see_row(const row_cut &cut, const void *row, hr_dtype dtype,
                                                float scale, Prepare prepare)
@@ -224,17 +275,18 @@ static __device__ __forceinline__ seen see_row(const row_cut &cut, const void *r
     const int64_t groups = cut.end - cut.head, singles = cut.head + (cut.cols - cut.end);
     const int step = cut.width * 8;
     seen s = nothing_seen();
-    int64_t j = (int64_t)cut.lane * 8;
+    int64_t turn = 0;
 #pragma unroll 1
-    for (; j + (GROUPS - 1) * step < groups; j += GROUPS * step)
-        see_groups<GROUPS>(s, cut, body, j, dtype, scale, prepare);
-    if (GROUPS > 1 && j < groups)
-        see_groups<1>(s, cut, body, j, dtype, scale, prepare);
+    for (; turn + GROUPS * step <= groups; turn += GROUPS * step)
+        see_groups<GROUPS>(s, cut, body, turn, true, dtype, scale, prepare);
+#pragma unroll 1
+    for (; turn + cut.lane * 8 < groups; turn += step)
+        see_groups<1>(s, cut, body, turn, false, dtype, scale, prepare);
 #pragma unroll 1
     for (int64_t k = cut.lane; k < singles; k += cut.width) {
         const int64_t at = k < cut.head ? k : cut.end + (k - cut.head);
         float z[1] = {hr_load(row, at, dtype)};
-        prepare(z, at);
+        prepare(z, eight_at{at, 4});
         see(s, z, scale);
     }
     return s;
@@ -267,9 +319,9 @@ sum_of_weights(const cross_entropy_args &a, int lane, int width)
     return row_sum(sum, width);
 }
 
-/* Puts logits, from column j on, through the softcap, and adds weight * z to `weighted`. */
+/* Puts logits through the softcap, and adds weight * z to `weighted`. */
 template <int E>
-static __device__ __forceinline__ void prepare_logits(float (&z)[E], float &weighted, int64_t j,
+static __device__ __forceinline__ void prepare_logits(float (&z)[E], float &weighted, eight_at at,
                                                       const cross_entropy_args &a)
 {
     const float cap = (float)a.config.softcap;
@@ -281,7 +333,7 @@ static __device__ __forceinline__ void prepare_logits(float (&z)[E], float &weig
     if (a.config.label_smoothing > 0.0) {
 #pragma unroll
         for (int e = 0; e < E; e++)
-            weighted += a.weight ? a.weight[a.first + j + e] * z[e] : z[e];
+            weighted += a.weight ? a.weight[a.first + at[e]] * z[e] : z[e];
     }
 }
 
@@ -292,9 +344,51 @@ static __device__ __forceinline__ seen see_logits(const row_cut &cut, const void
                                                   const cross_entropy_args &a, bool plain)
 {
     if (plain)
-        return see_row<2>(cut, row, dtype, LOG2_E, [](auto &, int64_t) {});
+        return see_row<2>(cut, row, dtype, LOG2_E, [](auto &, eight_at) {});
     return see_row<1>(cut, row, dtype, LOG2_E,
-                      [&](auto &z, int64_t j) { prepare_logits(z, weighted, j, a); });
+                      [&](auto &z, eight_at at) { prepare_logits(z, weighted, at, a); });
+}
+
+/* ---- Sums over rows -------------------------------------------------------------------------- */
+
+#define ADDING 512 /* threads of a block that adds rows, or parts of them, up */
+#define AHEAD  4   /* rows of a thread whose loads are in flight */
+
+static_assert(CE_PARTS <= ADDING, "a thread has a part");
+
+/* The rows of a block: those of its part, `share` of all. */
+struct row_range {
+    int64_t begin, end;
+};
+
+static __device__ __forceinline__ row_range rows_of_part(int64_t rows, int64_t share)
+{
+    const int64_t begin = blockIdx.x * share;
+    return {begin, rows - begin < share ? rows : begin + share};
+}
+
+static inline int64_t share_of(int64_t rows, int64_t parts)
+{
+    return (rows + parts - 1) / parts;
+}
+
+/* The sums over the threads of the block, in all of them. */
+static __device__ __forceinline__ void add_threads(ce_totals &totals)
+{
+    totals.loss = row_total<ADDING>(totals.loss);
+    totals.z_loss = row_total<ADDING>(totals.z_loss);
+    totals.weight = row_total<ADDING>(totals.weight);
+    totals.count = row_total<ADDING>(totals.count);
+}
+
+/* The sums over what the blocks have left, in all threads of one. */
+static __device__ __forceinline__ ce_totals sum_of_parts(const ce_totals *parts, int count)
+{
+    ce_totals totals = {};
+    if ((int)threadIdx.x < count)
+        totals = parts[threadIdx.x];
+    add_threads(totals);
+    return totals;
 }
 
 /* ---- Calls ----------------------------------------------------------------------------------- */

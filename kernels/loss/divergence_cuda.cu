@@ -32,12 +32,23 @@ static __device__ __forceinline__ float exponent_scale(const divergence_args &a)
     return (float)(1.4426950408889634 / a.config.temperature);
 }
 
+/* What there is one of in a row, with `greater` a literal, and the weights to be kept: from the config,
+ * which is binary64, the compiler would compute both for each element again. */
+static __device__ __forceinline__ dv_row kept(dv_row r, bool greater)
+{
+    r.student_is_greater = greater;
+#if defined(__CUDA_ARCH__)
+    asm("" : "+f"(r.lesser), "+f"(r.greater));
+#endif
+    return r;
+}
+
 /* The log-sum-exp of a row times the temperature, in all of its threads. */
 static __device__ __forceinline__ double row_lse(const divergence_args &a, const row_cut &cut,
                                                  const void *row, hr_dtype dtype)
 {
     const float scale = exponent_scale(a);
-    const seen s = see_row<2>(cut, row, dtype, scale, [](auto &, int64_t) {});
+    const seen s = see_row<2>(cut, row, dtype, scale, [](auto &, eight_at) {});
     const float top = row_largest(s.top, cut.width);
     return dv_lse(&a, top, row_exponentials(s, top, cut.width, scale));
 }
@@ -60,7 +71,7 @@ static __device__ __forceinline__ void add(dv_terms &sum, const dv_terms &terms)
     sum.q += terms.q;
 }
 
-template <int KIND, hr_dtype DTYPE>
+template <int KIND, bool GREATER, hr_dtype DTYPE>
 static __device__ __forceinline__ void forward_row(const divergence_args &a, int64_t row, int lane,
                                                    int width)
 {
@@ -73,16 +84,16 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
         student = which ? student : lse;
         teacher = lse;
     }
-    const dv_row of_row = dv_row_of_lse(&a, scale, student, teacher);
+    const dv_row of_row = kept(dv_row_of_lse(&a, scale, student, teacher), GREATER);
     const float exponent = exponent_scale(a);
     dv_terms sum = {0.0f, 0.0f, 0.0f, 0.0f};
     const void *const student_body = body_of(r.cut, r.student, DTYPE);
     const void *const teacher_body = body_of(r.cut, r.teacher, DTYPE);
     for_elements(
-        r.cut, false,
-        [&](int64_t j, bool) {
-            const pack<8> of_s = pack_load<8>(student_body, j, DTYPE);
-            const pack<8> of_t = pack_load<8>(teacher_body, j, DTYPE);
+        r.cut, DTYPE, false,
+        [&](eight_at at, bool) {
+            const pack<8> of_s = load_eight(student_body, at, DTYPE);
+            const pack<8> of_t = load_eight(teacher_body, at, DTYPE);
             pack_all_loaded();
             float s[8], t[8];
             pack_floats(of_s, DTYPE, s);
@@ -110,7 +121,7 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
         dv_finish(&a, row, &of_row, &sums);
 }
 
-template <int KIND>
+template <int KIND, bool GREATER>
 static __global__ void __launch_bounds__(THREADS, 2)
     divergence_forward_kernel(const divergence_args __grid_constant__ a, int width)
 {
@@ -123,34 +134,34 @@ static __global__ void __launch_bounds__(THREADS, 2)
         return;
     }
     if (a.config.dtype == HR_BF16)
-        forward_row<KIND, HR_BF16>(a, row, lane, width);
+        forward_row<KIND, GREATER, HR_BF16>(a, row, lane, width);
     else if (a.config.dtype == HR_F16)
-        forward_row<KIND, HR_F16>(a, row, lane, width);
+        forward_row<KIND, GREATER, HR_F16>(a, row, lane, width);
     else
-        forward_row<KIND, HR_F32>(a, row, lane, width);
+        forward_row<KIND, GREATER, HR_F32>(a, row, lane, width);
 }
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-template <int KIND, hr_dtype DTYPE, hr_dtype GRAD>
+template <int KIND, bool GREATER, hr_dtype DTYPE, hr_dtype GRAD>
 static __device__ __forceinline__ void backward_row(const divergence_args &a, int64_t row, int lane,
                                                     int width)
 {
     const pair_rows r = rows_of(a, row, lane, width, DTYPE, GRAD);
     const float factor = dv_factor(&a, row, KIND);
-    const dv_row of_row =
-        dv_row_of(&a, dv_scale_of(&a), a.statistics + row * HR_DIVERGENCE_STATISTICS, 1);
+    const dv_row of_row = kept(
+        dv_row_of(&a, dv_scale_of(&a), a.statistics + row * HR_DIVERGENCE_STATISTICS, 1), GREATER);
     const void *const student_body = body_of(r.cut, r.student, DTYPE);
     const void *const teacher_body = body_of(r.cut, r.teacher, DTYPE);
     void *const out = body_of(r.cut, r.grad, GRAD);
     constexpr bool meets = DTYPE != GRAD;
     for_elements(
-        r.cut, meets,
-        [&](int64_t j, bool present) {
+        r.cut, DTYPE, meets,
+        [&](eight_at at, bool present) {
             pack<8> student = {}, teacher = {};
             if (present) {
-                student = pack_load<8>(student_body, j, DTYPE);
-                teacher = pack_load<8>(teacher_body, j, DTYPE);
+                student = load_eight(student_body, at, DTYPE);
+                teacher = load_eight(teacher_body, at, DTYPE);
                 pack_all_loaded();
             }
             if (meets)
@@ -163,7 +174,7 @@ static __device__ __forceinline__ void backward_row(const divergence_args &a, in
 #pragma unroll
             for (int e = 0; e < 8; e++)
                 s[e] = dv_gradient(&of_row, s[e], t[e], factor, KIND);
-            pack_store(out, j, pack_of(s, GRAD), GRAD);
+            store_eight(out, at, GRAD, pack_of(s, GRAD), DTYPE);
         },
         [&](int64_t j, bool present) {
             float gradient = 0.0f;
@@ -177,7 +188,7 @@ static __device__ __forceinline__ void backward_row(const divergence_args &a, in
         });
 }
 
-template <int KIND>
+template <int KIND, bool GREATER>
 static __global__ void __launch_bounds__(THREADS, 2)
     divergence_backward_kernel(const divergence_args __grid_constant__ a, int width)
 {
@@ -188,33 +199,34 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (dv_is_ignored(&a, row))
         fill_row(row_at(a.grad, row, grad_dtype), a.classes, lane, width, 0.0f, grad_dtype);
     else if (dtype == HR_BF16)
-        backward_row<KIND, HR_BF16, HR_BF16>(a, row, lane, width);
+        backward_row<KIND, GREATER, HR_BF16, HR_BF16>(a, row, lane, width);
     else if (dtype == HR_F16)
-        backward_row<KIND, HR_F16, HR_F16>(a, row, lane, width);
+        backward_row<KIND, GREATER, HR_F16, HR_F16>(a, row, lane, width);
     else if (grad_dtype == HR_F32)
-        backward_row<KIND, HR_F32, HR_F32>(a, row, lane, width);
+        backward_row<KIND, GREATER, HR_F32, HR_F32>(a, row, lane, width);
     else if (grad_dtype == HR_BF16)
-        backward_row<KIND, HR_F32, HR_BF16>(a, row, lane, width);
+        backward_row<KIND, GREATER, HR_F32, HR_BF16>(a, row, lane, width);
     else
-        backward_row<KIND, HR_F32, HR_F16>(a, row, lane, width);
+        backward_row<KIND, GREATER, HR_F32, HR_F16>(a, row, lane, width);
 }
 
 /* ---- Calls ----------------------------------------------------------------------------------- */
 
+/* Chooses an instance of a kernel: GREATER is whether the weight of the student in a mixture is. */
+#define OF_KIND(kernel, args)                                 \
+    (dv_kind(args) == DV_FORWARD   ? kernel<DV_FORWARD, true> \
+     : dv_kind(args) == DV_REVERSE ? kernel<DV_REVERSE, true> \
+     : (args)->config.beta <= 0.5  ? kernel<DV_MIXED, true>   \
+                                   : kernel<DV_MIXED, false>)
+
 hr_status divergence_forward_cuda(const divergence_args *args, const hr_exec *exec)
 {
-    const int kind = dv_kind(args);
-    return launch_rows(kind == DV_FORWARD   ? divergence_forward_kernel<DV_FORWARD>
-                       : kind == DV_REVERSE ? divergence_forward_kernel<DV_REVERSE>
-                                            : divergence_forward_kernel<DV_MIXED>,
-                       "hr_divergence_forward", args, exec);
+    return launch_rows(OF_KIND(divergence_forward_kernel, args), "hr_divergence_forward", args,
+                       exec);
 }
 
 hr_status divergence_backward_cuda(const divergence_args *args, const hr_exec *exec)
 {
-    const int kind = dv_kind(args);
-    return launch_rows(kind == DV_FORWARD   ? divergence_backward_kernel<DV_FORWARD>
-                       : kind == DV_REVERSE ? divergence_backward_kernel<DV_REVERSE>
-                                            : divergence_backward_kernel<DV_MIXED>,
-                       "hr_divergence_backward", args, exec);
+    return launch_rows(OF_KIND(divergence_backward_kernel, args), "hr_divergence_backward", args,
+                       exec);
 }

@@ -28,6 +28,12 @@ typedef struct lce_list {
     lce_totals *totals;
 } lce_list;
 
+/* Of the rows of a part that count, and of its share of the classes: see ce_parts(). */
+typedef struct lce_counts {
+    double weights, tokens, weight_sum;
+    int64_t rows;
+} lce_counts;
+
 typedef struct lce_listing {
     cross_entropy_args ce; /* target, weight (of classes), rows and config, as they were given */
     const float *token_weight, *denominator;
@@ -37,6 +43,7 @@ typedef struct lce_listing {
     float *factors, *scale;
     hr_linear_cross_entropy_rows out;
     lce_list list;
+    lce_counts *counts; /* [CE_PARTS] on CUDA */
 } lce_listing;
 
 /* What has been seen of the logits of a row, in parts of the classes. */
@@ -90,6 +97,7 @@ typedef struct lce_reduction {
     lce_list list;
     double z_loss;
     float *result;
+    ce_totals *parts; /* [CE_PARTS] on CUDA */
 } lce_reduction;
 
 /* ---- One row or one element ------------------------------------------------------------------ */

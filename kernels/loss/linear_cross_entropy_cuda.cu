@@ -1,19 +1,18 @@
 /*
- * linear_cross_entropy_cuda.cu: the grids between the products: see linear_cross_entropy.h. One block
- * lists the rows that count; a block sees the logits of a row, and what it saw before is combined with
- * it by one thread, so that the order is fixed; moves and additions are element by element.
+ * linear_cross_entropy_cuda.cu: the grids between the products: see linear_cross_entropy.h. Blocks
+ * count the rows of their parts, and then list them; a block sees the logits of a row, and what it saw
+ * before is combined with it by one thread, so that the order is fixed; moves and additions are element
+ * by element.
  */
 #include "kernels/loss/cross_entropy_rows.cuh"
 #include "kernels/loss/linear_cross_entropy.h"
-
-#define LISTING 1024 /* threads that list the rows */
 
 /* ---- The list -------------------------------------------------------------------------------- */
 
 /* How many of the threads before this one, and in `*all` of the block, count. */
 static __device__ __forceinline__ int counted_before(bool counts, int *all)
 {
-    __shared__ int warps[LISTING / 32];
+    __shared__ int warps[ADDING / 32];
     const unsigned votes = __ballot_sync(0xFFFFFFFFu, counts);
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     __syncthreads(); /* the last counts have been read */
@@ -22,7 +21,7 @@ static __device__ __forceinline__ int counted_before(bool counts, int *all)
     __syncthreads();
     int before = __popc(votes & ((1u << lane) - 1u)), total = 0;
 #pragma unroll 1
-    for (int w = 0; w < LISTING / 32; w++) {
+    for (int w = 0; w < ADDING / 32; w++) {
         before += w < warp ? warps[w] : 0;
         total += warps[w];
     }
@@ -30,41 +29,83 @@ static __device__ __forceinline__ int counted_before(bool counts, int *all)
     return before;
 }
 
-static __global__ void __launch_bounds__(LISTING)
-    lce_list_kernel(const lce_listing __grid_constant__ l)
+/* Whether the weights of the classes are added up. */
+static __device__ __forceinline__ bool sums_weights(const lce_listing &l)
 {
-    double weights = 0.0, tokens = 0.0, weight_sum = 0.0;
-    int64_t count = 0;
-    for (int64_t first = 0; first < l.ce.rows; first += LISTING) {
+    return l.ce.weight && l.ce.config.label_smoothing > 0.0;
+}
+
+/* What lce_list_kernel() has to know of all parts before it. */
+static __global__ void __launch_bounds__(ADDING)
+    lce_count_kernel(const lce_listing __grid_constant__ l, int64_t share, int64_t class_share)
+{
+    const row_range part = rows_of_part(l.ce.rows, share);
+    const row_range classes = rows_of_part(l.ce.all, class_share);
+    double weights = 0.0, tokens = 0.0, weight_sum = 0.0, rows = 0.0;
+    for (int64_t first = part.begin + threadIdx.x; first < part.end; first += AHEAD * ADDING) {
+        int64_t target[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int64_t row = first + k * ADDING;
+            target[k] = row < part.end ? lce_target(&l, row) : l.ce.config.ignore_index;
+        }
+        pack_all_loaded();
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            if (ce_is_ignored(&l.ce, target[k]))
+                continue;
+            const double scale = (double)lce_token_weight(&l, first + k * ADDING);
+            weights += scale * ce_weight(&l.ce, target[k]);
+            tokens += scale;
+            rows += 1.0;
+        }
+    }
+    if (sums_weights(l))
+        for (int64_t j = classes.begin + threadIdx.x; j < classes.end; j += ADDING)
+            weight_sum += (double)l.ce.weight[j];
+    weights = row_total<ADDING>(weights);
+    tokens = row_total<ADDING>(tokens);
+    weight_sum = row_total<ADDING>(weight_sum);
+    rows = row_total<ADDING>(rows);
+    if (threadIdx.x == 0)
+        l.counts[blockIdx.x] = {weights, tokens, weight_sum, (int64_t)rows};
+}
+
+static __global__ void __launch_bounds__(ADDING)
+    lce_list_kernel(const lce_listing __grid_constant__ l, int64_t share)
+{
+    const row_range part = rows_of_part(l.ce.rows, share);
+    lce_counts sums = {};
+    if (threadIdx.x < gridDim.x)
+        sums = l.counts[threadIdx.x];
+    const double of_part = (double)sums.rows;
+    int64_t place = (int64_t)row_total<ADDING>(threadIdx.x < blockIdx.x ? of_part : 0.0);
+    const int64_t count = (int64_t)row_total<ADDING>(of_part);
+    for (int64_t first = part.begin; first < part.end; first += ADDING) {
         const int64_t row = first + threadIdx.x;
-        const bool is_row = row < l.ce.rows;
+        const bool is_row = row < part.end;
         const int64_t target = is_row ? lce_target(&l, row) : 0;
         const bool counts = is_row && !ce_is_ignored(&l.ce, target);
         if (is_row)
             lce_clear(&l, row, !counts);
         int all = 0;
-        const int64_t place = count + counted_before(counts, &all);
-        if (counts) {
-            const double scale = (double)lce_token_weight(&l, row);
-            weights += scale * ce_weight(&l.ce, target);
-            tokens += scale;
-            if (place < l.list.capacity)
-                lce_put(&l, place, row);
-        }
-        count += all;
+        const int64_t own = place + counted_before(counts, &all);
+        if (counts && own < l.list.capacity)
+            lce_put(&l, own, row);
+        place += all;
     }
-    for (int64_t place = count + threadIdx.x; place < l.list.capacity; place += LISTING)
+    const int64_t threads = (int64_t)gridDim.x * ADDING;
+    for (place = count + (int64_t)blockIdx.x * ADDING + threadIdx.x; place < l.list.capacity;
+         place += threads)
         lce_put(&l, place, -1);
-    if (l.ce.weight && l.ce.config.label_smoothing > 0.0)
-        for (int64_t j = threadIdx.x; j < l.ce.all; j += LISTING)
-            weight_sum += (double)l.ce.weight[j];
-    weights = row_total<LISTING>(weights);
-    tokens = row_total<LISTING>(tokens);
-    weight_sum = row_total<LISTING>(weight_sum);
-    if (threadIdx.x == 0) {
-        const bool is_summed = l.ce.weight && l.ce.config.label_smoothing > 0.0;
-        lce_total(&l, count, weights, tokens, is_summed ? weight_sum : (double)l.ce.all);
-    }
+    if (blockIdx.x != 0)
+        return;
+    sums.weights = row_total<ADDING>(sums.weights);
+    sums.tokens = row_total<ADDING>(sums.tokens);
+    sums.weight_sum = row_total<ADDING>(sums.weight_sum);
+    if (threadIdx.x == 0)
+        lce_total(&l, count, sums.weights, sums.tokens,
+                  sums_weights(l) ? sums.weight_sum : (double)l.ce.all);
 }
 
 /* ---- Logits ---------------------------------------------------------------------------------- */
@@ -163,20 +204,32 @@ static __global__ void __launch_bounds__(THREADS)
         lce_end(&e, i);
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    lce_reduce_kernel(const lce_reduction __grid_constant__ r)
+/* Rows of the list that are none have a loss and a scale of 0. */
+static __global__ void __launch_bounds__(ADDING)
+    lce_reduce_kernel(const lce_reduction __grid_constant__ r, int64_t share)
 {
-    double loss = 0.0, z_loss = 0.0;
-    const int64_t count =
-        r.list.totals->count < r.list.capacity ? r.list.totals->count : r.list.capacity;
-    for (int64_t i = threadIdx.x; i < count; i += THREADS) {
-        loss += (double)r.list.loss[i];
-        z_loss += (double)r.list.scale[i] * ce_z_loss(r.z_loss, (double)r.list.lse[i]);
+    const row_range part = rows_of_part(r.list.capacity, share);
+    ce_totals totals = {};
+#pragma unroll 4
+    for (int64_t i = part.begin + threadIdx.x; i < part.end; i += ADDING) {
+        totals.loss += (double)r.list.loss[i];
+        totals.z_loss += (double)r.list.scale[i] * ce_z_loss(r.z_loss, (double)r.list.lse[i]);
     }
-    loss = row_total<THREADS>(loss);
-    z_loss = row_total<THREADS>(z_loss);
+    add_threads(totals);
+    if (threadIdx.x != 0)
+        return;
+    if (gridDim.x > 1)
+        r.parts[blockIdx.x] = totals;
+    else
+        lce_finish(&r, totals.loss, totals.z_loss);
+}
+
+static __global__ void __launch_bounds__(ADDING)
+    lce_parts_kernel(const lce_reduction __grid_constant__ r, int parts)
+{
+    const ce_totals totals = sum_of_parts(r.parts, parts);
     if (threadIdx.x == 0)
-        lce_finish(&r, loss, z_loss);
+        lce_finish(&r, totals.loss, totals.z_loss);
 }
 
 /* ---- Rows of matrices ------------------------------------------------------------------------ */
@@ -279,7 +332,11 @@ static const char kName[] = "hr_linear_cross_entropy";
 
 hr_status lce_list_rows_cuda(const lce_listing *listing, const hr_exec *exec)
 {
-    return launch(lce_list_kernel, kName, 1, LISTING, exec, *listing);
+    const int64_t parts = ce_parts(listing->ce.rows), share = share_of(listing->ce.rows, parts);
+    const hr_status status = launch(lce_count_kernel, kName, parts, ADDING, exec, *listing, share,
+                                    share_of(listing->ce.all, parts));
+    return status != HR_OK ? status
+                           : launch(lce_list_kernel, kName, parts, ADDING, exec, *listing, share);
 }
 
 hr_status lce_see_cuda(const lce_seeing *seeing, const hr_exec *exec)
@@ -336,7 +393,12 @@ hr_status lce_scale_cuda(float *to, const void *vector, double factor, int64_t c
 
 hr_status lce_reduce_cuda(const lce_reduction *reduction, const hr_exec *exec)
 {
-    return launch(lce_reduce_kernel, kName, 1, THREADS, exec, *reduction);
+    const int64_t rows = reduction->list.capacity, parts = ce_parts(rows);
+    const hr_status status =
+        launch(lce_reduce_kernel, kName, parts, ADDING, exec, *reduction, share_of(rows, parts));
+    if (status != HR_OK || parts == 1)
+        return status;
+    return launch(lce_parts_kernel, kName, 1, ADDING, exec, *reduction, (int)parts);
 }
 
 hr_status lce_zero_cuda(const hr_rows *to, int64_t rows, int64_t bytes, int64_t pitch,

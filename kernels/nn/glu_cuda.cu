@@ -1,13 +1,12 @@
 /*
- * glu_cuda.cu: the grids. A thread takes eight consecutive elements of every input in one access
- * each, and stores when all are read. A block takes part of a row, or several short rows; matrices
+ * glu_cuda.cu: the grids. A thread takes 16 bytes of every input in one access each, and stores when
+ * all are read. A block takes part of a row, or several short rows; matrices
  * without gaps are one long row. What 16-byte accesses do not reach goes element by element.
  */
-#include "kernels/core/pack.cuh"
+#include "kernels/core/rows.cuh"
 #include "kernels/nn/glu.h"
 
 #define THREADS 256
-#define GROUP   8 /* elements of a thread */
 
 /* For 12.0 the compiler keeps a register on the stack, unless four blocks are to share a
  * multiprocessor. */
@@ -31,10 +30,12 @@ static __device__ __forceinline__ void *glu_place(const hr_rows &rows, int64_t r
     return (char *)rows.data + (row * rows.stride + j) * (dtype == HR_F32 ? 4 : 2);
 }
 
-template <hr_activation A, bool BACKWARD>
-static __device__ __forceinline__ void glu_group(const glu_args &a, int64_t row, int64_t j,
-                                                 bool vectors, hr_dtype dtype)
+template <hr_activation A, bool BACKWARD, hr_dtype dtype>
+static __device__ __forceinline__ void glu_group(const glu_args &a, int64_t row, int64_t group,
+                                                 bool vectors)
 {
+    constexpr int GROUP = vector_of<dtype>;
+    const int64_t j = group * GROUP;
     const int left = a.cols - j < GROUP ? (int)(a.cols - j) : GROUP;
     const bool whole = vectors && left == GROUP, has_up = a.up.data;
     const auto load = [&](const hr_rows &rows) {
@@ -70,6 +71,14 @@ static __device__ __forceinline__ void glu_group(const glu_args &a, int64_t row,
     }
 }
 
+template <hr_activation A, bool BACKWARD, hr_dtype dtype>
+static __device__ __forceinline__ void glu_groups(const glu_launch &l, int64_t row, int64_t first,
+                                                  int64_t step)
+{
+    for (int64_t group = first; group < l.groups; group += step)
+        glu_group<A, BACKWARD, dtype>(l.args, row, group, l.vectors);
+}
+
 template <hr_activation A, bool BACKWARD>
 static __global__ void GLU_BOUNDS glu_kernel(const glu_launch __grid_constant__ l)
 {
@@ -78,11 +87,7 @@ static __global__ void GLU_BOUNDS glu_kernel(const glu_launch __grid_constant__ 
     const int64_t step = (int64_t)(l.one_row ? gridDim.x : gridDim.y) * blockDim.x;
     if (row >= l.args.rows)
         return;
-    const auto run = [&](hr_dtype dtype) {
-        for (int64_t group = first; group < l.groups; group += step)
-            glu_group<A, BACKWARD>(l.args, row, group * GROUP, l.vectors, dtype);
-    };
-    FOR_DTYPE(l.args.dtype, D, run(D))
+    FOR_DTYPE(l.args.dtype, D, (glu_groups<A, BACKWARD, D>(l, row, first, step)))
 }
 
 static int is_vectorizable(const glu_args *a)
@@ -101,7 +106,8 @@ hr_status glu_cuda(const glu_args *args, const hr_exec *exec)
     const char *const function = args->dh.data ? "hr_glu_backward" : "hr_glu_forward";
     glu_launch l;
     l.args = *args;
-    l.groups = (args->cols + GROUP - 1) / GROUP;
+    const int64_t group = args->dtype == HR_F32 ? vector_of<HR_F32> : vector_of<HR_BF16>;
+    l.groups = (args->cols + group - 1) / group;
     l.vectors = is_vectorizable(args);
     l.one_row = args->rows == 1;
     const int64_t width = l.groups < THREADS ? l.groups : THREADS, height = THREADS / width;

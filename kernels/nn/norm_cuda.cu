@@ -15,9 +15,6 @@
 #define LONG_THREADS  512  /* of a backward block at most */
 #define HELD          2    /* vectors of x and of dy that a thread holds, backward */
 
-/* How many elements 16 bytes have. */
-template <hr_dtype dtype> constexpr int vector_of = dtype == HR_F32 ? 4 : 8;
-
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
 /* 64 registers at most, so that a multiprocessor holds 1,024 threads. */

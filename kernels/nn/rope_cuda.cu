@@ -1,14 +1,15 @@
 /*
- * rope_cuda.cu: the grid. A thread takes a run of E pairs of a token and rotates them in several
- * heads of q and k, so that it reads their cosines and sines once. E is 8 where 16-byte accesses
- * reach every run, else 1, in the same code. Threads next to each other have the runs of a vector,
- * and after these the elements that are copied, 2 E a thread.
+ * rope_cuda.cu: the grid. A thread takes E elements of a token from each half of what is rotated, and
+ * rotates their pairs in several heads of q and k, so that it reads their cosines and sines once. E
+ * elements are 16 bytes where such accesses reach them all, else 1, in the same code. Threads next to
+ * each other have neighbors of a vector, and after these the elements that are copied, 2 E a thread.
  */
 #include "kernels/core/rows.cuh"
 #include "kernels/nn/rope.h"
 
 #define THREADS 256
 #define HEADS   8 /* of a thread */
+#define TURN    2 /* of these at a time, all of whose loads are in flight before the first is used */
 
 typedef struct rope_grid {
     rope_args args;
@@ -19,7 +20,7 @@ typedef struct rope_grid {
     int interleaved, inverse;
 } rope_grid;
 
-/* Element e of a run that lies in two packs. */
+/* Element e of two packs. */
 template <int E>
 static __device__ __forceinline__ float two_get(const few<E> &a, const few<E> &b, int e,
                                                 hr_dtype dtype)
@@ -27,14 +28,30 @@ static __device__ __forceinline__ float two_get(const few<E> &a, const few<E> &b
     return e < E ? few_get(a, e < E ? e : 0, dtype) : few_get(b, e < E ? 0 : e - E, dtype);
 }
 
+/* E entries of a table, from pair i on, or where the pairs of a thread are neighbors half of them, and
+ * half from pair `other` on. */
 template <int E>
 static __device__ __forceinline__ void read_table(float (&x)[E], const hr_rows &table, int64_t row,
-                                                  int64_t i, hr_dtype dtype)
+                                                  int64_t i, int64_t other, bool interleaved,
+                                                  hr_dtype dtype)
 {
-    const few<E> values = few_load<E>(row_at(table, row, dtype), i, dtype);
+    const void *const from = row_at(table, row, dtype);
+    constexpr int HALF = E == 8 ? 4 : 1; /* in an access */
+    if (E == 1 || !interleaved) {
+        const few<E> values = few_load<E>(from, i, dtype);
 #pragma unroll
-    for (int e = 0; e < E; e++)
-        x[e] = few_get(values, e, dtype);
+        for (int e = 0; e < E; e++)
+            x[e] = few_get(values, e, dtype);
+    } else {
+#pragma unroll
+        for (int e = 0; e < E; e += HALF) {
+            const int64_t at = e < E / 2 ? i + e : other + (e - E / 2);
+            const few<HALF> values = few_load<HALF>(from, at, dtype);
+#pragma unroll
+            for (int k = 0; k < HALF; k++)
+                x[e + k] = few_get(values, k, dtype);
+        }
+    }
 }
 
 /* Where a thread's elements of a vector begin: the first and the second E. */
@@ -63,20 +80,21 @@ static __device__ __forceinline__ run_of_heads heads_of(const rope_grid &g, int6
             part.heads - begin < HEADS ? (int)(part.heads - begin) : HEADS};
 }
 
-/* TURN heads at a time, all of whose loads are in flight before the first is used. */
-template <int E, int TURN>
+template <int E>
 static __device__ __forceinline__ void rotate_heads(const rope_grid &g, int64_t batch,
                                                     int64_t token, int64_t turn, hr_dtype dtype,
                                                     bool interleaved)
 {
     const rope_args &a = g.args;
-    const int64_t i = turn * E; /* the first pair */
-    const place at = {interleaved ? 2 * i : i, interleaved ? 2 * i + E : a.pairs + i};
+    const int64_t i = turn * E;
+    const place at = E == 1 && interleaved ? place{2 * i, 2 * i + 1} : place{i, a.pairs + i};
+    const bool halves = E > 1 && interleaved; /* pairs i / 2 and, of the second half, others */
+    const int64_t pair = halves ? i / 2 : i, other = (a.pairs + i) / 2;
     float cos[E], sin[E];
     const int64_t row = rope_position(&a, batch, token);
     if (row >= 0 && row < a.table_rows) {
-        read_table<E>(cos, a.cos, row, i, a.config.table_dtype);
-        read_table<E>(sin, a.sin, row, i, a.config.table_dtype);
+        read_table<E>(cos, a.cos, row, pair, other, interleaved, a.config.table_dtype);
+        read_table<E>(sin, a.sin, row, pair, other, interleaved, a.config.table_dtype);
     } else {
 #pragma unroll
         for (int e = 0; e < E; e++)
@@ -137,11 +155,11 @@ static __device__ __forceinline__ void copy_rest(const rope_grid &g, int64_t bat
     for (int h = 0; h < heads.count; h++) {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            const int64_t j = 2 * a.pairs + (2 * turn + k) * E;
+            const int64_t j = 2 * a.pairs + (turn + k * (g.turns - g.rotating)) * E;
             if (j >= a.head_dim)
                 continue;
-            if constexpr (E == 8)
-                pack_store(heads.out, j, pack_load<8>(heads.in, j, dtype), dtype);
+            if constexpr (E > 1)
+                pack_store(heads.out, j, pack_load<E>(heads.in, j, dtype), dtype);
             else if (dtype == HR_F32)
                 ((uint32_t *)heads.out)[j] = ((const uint32_t *)heads.in)[j];
             else
@@ -151,10 +169,6 @@ static __device__ __forceinline__ void copy_rest(const rope_grid &g, int64_t bat
         heads.out += heads.out_step;
     }
 }
-
-template <int COUNT> struct heads_at_once {
-    static constexpr int count = COUNT;
-};
 
 /* Divides *n and leaves the remainder there. A division of 64 bits would take as long as all else
  * that a thread computes. */
@@ -175,23 +189,20 @@ static __global__ void __launch_bounds__(THREADS) rope_kernel(const rope_grid __
     const bool is_small = g.threads <= INT32_MAX;
     int64_t token = divide(&turn, g.turns, is_small);
     const int64_t batch = divide(&token, a.tokens, is_small);
-    /* As many bytes in flight for each type. */
-    const auto run = [&](auto heads, hr_dtype dtype, bool interleaved) {
+    const auto run = [&](hr_dtype dtype, bool interleaved) {
         if (turn < g.rotating)
-            rotate_heads<E, decltype(heads)::count>(g, batch, token, turn, dtype, interleaved);
+            rotate_heads<E>(g, batch, token, turn, dtype, interleaved);
         else
             copy_rest<E>(g, batch, token, turn - g.rotating, dtype);
     };
-    const heads_at_once<1> one;
-    const heads_at_once<2> two;
     if constexpr (E == 1)
-        run(two, a.config.dtype, g.interleaved);
+        run(a.config.dtype, g.interleaved);
+    else if constexpr (E == vector_of<HR_F32>)
+        g.interleaved ? run(HR_F32, true) : run(HR_F32, false);
     else if (a.config.dtype == HR_BF16)
-        g.interleaved ? run(two, HR_BF16, true) : run(two, HR_BF16, false);
-    else if (a.config.dtype == HR_F32)
-        g.interleaved ? run(one, HR_F32, true) : run(one, HR_F32, false);
+        g.interleaved ? run(HR_BF16, true) : run(HR_BF16, false);
     else
-        g.interleaved ? run(two, HR_F16, true) : run(two, HR_F16, false);
+        g.interleaved ? run(HR_F16, true) : run(HR_F16, false);
 }
 
 /* The bits that 16-byte accesses want to be zero. */
@@ -224,9 +235,10 @@ hr_status rope_cuda(const rope_args *args, const hr_exec *exec)
     const int64_t heads = args->q.heads + args->k.heads, tokens = args->batch * args->tokens;
     if (heads == 0 || tokens == 0)
         return HR_OK;
-    const bool vectors = is_vectorizable(args);
-    const int64_t rotating = args->pairs / (vectors ? 8 : 1);
-    const int64_t each = vectors ? 16 : 2, rest = args->head_dim - 2 * args->pairs;
+    const bool is_f32 = args->config.dtype == HR_F32;
+    const int64_t elements = !is_vectorizable(args) ? 1 : is_f32 ? 4 : 8;
+    const int64_t rotating = args->pairs / elements;
+    const int64_t each = 2 * elements, rest = args->head_dim - 2 * args->pairs;
     const int64_t turns = rotating + (rest + each - 1) / each;
     const int64_t q_rows = (args->q.heads + HEADS - 1) / HEADS;
     const int64_t x = (tokens * turns + THREADS - 1) / THREADS;
@@ -242,9 +254,7 @@ hr_status rope_cuda(const rope_args *args, const hr_exec *exec)
                             .interleaved = args->config.interleaved != 0,
                             .inverse = args->config.inverse != 0};
     const dim3 blocks((uint32_t)x, (uint32_t)y);
-    if (vectors)
-        HR_LAUNCH(rope_kernel<8>, blocks, THREADS, 0, exec->stream, grid);
-    else
-        HR_LAUNCH(rope_kernel<1>, blocks, THREADS, 0, exec->stream, grid);
+    const auto kernel = elements == 1 ? rope_kernel<1> : is_f32 ? rope_kernel<4> : rope_kernel<8>;
+    HR_LAUNCH(kernel, blocks, THREADS, 0, exec->stream, grid);
     return cuda_launch_status("hr_rope");
 }

@@ -32,6 +32,7 @@ static __global__ void __launch_bounds__(THREADS)
             is_row ? t.row_parts + line * parts
                    : t.col_parts + c / t.shape.cols * parts * stride + c % t.shape.cols;
         double sum = 0.0;
+#pragma unroll 4
         for (int64_t i = strand; i < parts && line < lines; i += STRANDS)
             sum += part[i * stride];
         sums[threadIdx.x] = sum;
@@ -66,6 +67,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (t.kind == ADAFACTOR_MATRIX && t.shape.batch > 0 &&
         args.config.phases & HR_ADAFACTOR_STATES) {
         double sum = 0.0;
+#pragma unroll 4
         for (int64_t r = threadIdx.x; r < t.shape.rows; r += THREADS)
             sum += (double)t.row_var[matrix * t.shape.rows + r];
         sum = sum_of_block(sum);
@@ -74,6 +76,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
     if (matrix == 0 && args.config.phases & HR_ADAFACTOR_SUMS) {
         double sum = 0.0;
+#pragma unroll 4
         for (int64_t i = threadIdx.x; i < t.cut.blocks; i += THREADS)
             sum += t.blocks_of_params[i];
         __syncthreads(); /* before the sums of the block are used again */
@@ -91,6 +94,7 @@ static __global__ void __launch_bounds__(THREADS)
         return;
     const adafactor_tensor &t = args.tensors[blockIdx.x].t;
     double sum = 0.0;
+#pragma unroll 4
     for (int64_t i = threadIdx.x; i < t.cut.blocks; i += THREADS)
         sum += t.blocks_of_updates[i];
     sum = sum_of_block(sum);

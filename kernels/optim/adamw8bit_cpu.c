@@ -132,7 +132,7 @@ static void adamw8bit_fill(int bnb)
     for (int is_signed = 0; is_signed < 2; is_signed++) {
         const dynamic_map *const map = &tables->maps.map[is_signed];
         dynamic_vectors_fill(&tables->vectors[is_signed], map, is_signed);
-        dynamic_decades_fill(&tables->decades[is_signed], map, is_signed);
+        dynamic_lines_fill(&tables->lines[is_signed], map, is_signed);
         dynamic_bytes_fill(&tables->bytes[is_signed], map);
     }
 }

@@ -19,7 +19,7 @@ typedef enum adamw8bit_rule { ADAMW8BIT_PLAIN, ADAMW8BIT_ANY, ADAMW8BIT_BNB } ad
 typedef struct adamw8bit_tables {
     quant_maps maps;
     dynamic_vectors vectors[2];
-    dynamic_decades decades[2];
+    dynamic_lines lines[2];
     dynamic_bytes bytes[2];
 } adamw8bit_tables;
 
@@ -145,7 +145,8 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;
     pending.overlaps = 0;
-    if (!bnb && !t->call->args->config->seeds) {
+    /* exp_avg_sq is negative only if its absmax was. */
+    if (!bnb && !t->call->args->config->seeds && t->exp_avg_sq_absmax[block] >= 0.0f) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);
         pending.vectors = pending.scale_m.first == 1.0f && pending.scale_v.first == 1.0f &&

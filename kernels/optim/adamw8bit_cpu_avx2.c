@@ -3,69 +3,62 @@
  * with f32 and bf16; everything else goes to the loop of adamw8bit_loop.h, whose moments it encodes
  * too.
  *
- * What bounds it is the number of instructions. So an element stays in registers from its codes to
- * its new moments, and what holds of one vector in a thousand is looked for in many at once.
+ * What bounds it is the number of instructions, and next to that the loads and stores, of which a core
+ * starts four per cycle, or two of vectors. So values are decoded by instructions on integers while
+ * others compute on vectors, the next block is updated while one is encoded, and what holds of one
+ * vector in a thousand is looked for in many at once.
  */
 #include "kernels/optim/adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 /* ---- Encoding -------------------------------------------------------------------------------- */
 
-/* The magnitudes of the quotients of 8 moments, and in *opposite, if the map is signed, the quotients
- * with the other sign. */
-CPU_AVX2 HR_INLINE __m256i adamw8bit_quotients_avx2(const float *x, float scale, int is_signed,
-                                                    __m256i *opposite)
+/* Bits 16 to 23 of 32 words as bytes: in each half of 16, four of every vector in turn. */
+CPU_AVX2 HR_INLINE __m256i adamw8bit_bytes_avx2(const __m256i words[4])
 {
-    const __m256 moment = _mm256_loadu_ps(x);
-    if (is_signed) {
-        *opposite = _mm256_castps_si256(moment * -scale);
-        return _mm256_and_si256(*opposite, _mm256_set1_epi32(0x7FFFFFFF));
-    }
-    /* At least DYNAMIC_LEAST_POSITIVE where x is positive, even if the quotient is 0; else 0. */
-    const __m256i least = _mm256_castps_si256(_mm256_set1_ps(DYNAMIC_LEAST_POSITIVE));
-    const __m256i positive =
-        _mm256_cmpgt_epi32(_mm256_castps_si256(moment), _mm256_setzero_si256());
-    return _mm256_and_si256(_mm256_max_epi32(_mm256_castps_si256(moment * scale), least), positive);
+    const __m256i first = _mm256_blend_epi16(_mm256_srli_epi32(words[0], 16), words[1], 0xAA);
+    const __m256i last = _mm256_blend_epi16(_mm256_srli_epi32(words[2], 16), words[3], 0xAA);
+    const __m256i bytes =
+        _mm256_blendv_epi8(first, _mm256_slli_epi16(last, 8), _mm256_set1_epi16((short)0xFF00));
+    return _mm256_shuffle_epi8(bytes, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7,
+                                                       11, 15, 0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9,
+                                                       13, 3, 7, 11, 15));
 }
 
-/* Encodes LANES moments. Returns words of which one is 0 if a code is not sure. */
-CPU_AVX2 HR_INLINE __m256i adamw8bit_encode_moment_avx2(const dynamic_decades *decades,
-                                                        const float *x, float scale, int is_signed,
-                                                        uint8_t *codes)
+/* Encodes 32 moments; `factor` is dynamic_factor() times the second factor of their scale. Lowers the
+ * words of *least to those of dynamic_distances_avx2(). */
+CPU_AVX2 HR_INLINE void adamw8bit_encode32_avx2(const dynamic_lines *lines, const float *x,
+                                                __m256 factor, int is_signed, uint8_t *codes,
+                                                __m256i *least)
 {
-    __m256i least = _mm256_set1_epi32(-1);
-#pragma GCC unroll 2
-    for (int i = 0; i < LANES; i += 32) {
-        __m256i distances[2]; /* of 16 codes each, with the opposite sign */
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            __m256i opposite[2], words[2];
-#pragma GCC unroll 2
-            for (int k = 0; k < 2; k++) {
-                __m256i sure;
-                const __m256i magnitude = adamw8bit_quotients_avx2(x + i + 16 * half + 8 * k, scale,
-                                                                   is_signed, &opposite[k]);
-                words[k] =
-                    _mm256_srli_epi32(dynamic_distances_avx2(decades, magnitude, is_signed, &sure),
-                                      DYNAMIC_FRACTION_BITS);
-                least = _mm256_min_epu32(least, sure);
-            }
-            distances[half] =
-                _mm256_and_si256(_mm256_packus_epi32(words[0], words[1]), _mm256_set1_epi16(255));
-            if (is_signed)
-                distances[half] = _mm256_sign_epi16(distances[half],
-                                                    _mm256_packs_epi32(opposite[0], opposite[1]));
-        }
-        /* The packs take 4 words of each half in turn. The signed one makes 128 127, because -1 is
-         * not in the map. */
-        const __m256i in_turns = is_signed ? _mm256_packs_epi16(distances[0], distances[1])
-                                           : _mm256_packus_epi16(distances[0], distances[1]);
-        const __m256i in_row =
-            _mm256_permutevar8x32_epi32(in_turns, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-        _mm256_storeu_si256((__m256i *)(codes + i),
-                            is_signed ? _mm256_sub_epi8(_mm256_set1_epi8(127), in_row) : in_row);
+    __m256i signs[4], distances[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        const __m256 moment = _mm256_loadu_ps(x + 8 * k), quotient = moment * factor;
+        signs[k] = _mm256_castps_si256(quotient);
+        distances[k] = dynamic_distances_avx2(lines, quotient, is_signed);
+        *least = _mm256_min_epu16(*least, distances[k]);
+        if (!is_signed) /* 0 gets code 0, and no other number */
+            distances[k] = _mm256_sign_epi32(distances[k], _mm256_castps_si256(moment));
     }
-    return least;
+    __m256i in_turns = adamw8bit_bytes_avx2(distances);
+    if (is_signed) { /* -1 is not in the map, so the difference stops at 0 */
+        const __m256i zero = _mm256_set1_epi8(127);
+        const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(signs[0], signs[1]),
+                                                _mm256_packs_epi32(signs[2], signs[3]));
+        in_turns = _mm256_blendv_epi8(_mm256_add_epi8(zero, in_turns),
+                                      _mm256_subs_epu8(zero, in_turns), sign);
+    }
+    const __m256i in_row =
+        _mm256_permutevar8x32_epi32(in_turns, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)codes, in_row);
+}
+
+/* -1 in the words that say that a code is not sure. */
+CPU_AVX2 HR_INLINE __m256i adamw8bit_unsure_avx2(__m256i least)
+{
+    const __m256i fraction = _mm256_and_si256(least, _mm256_set1_epi32(0xFFFF));
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(2 * DYNAMIC_SLACK_BITS), fraction);
 }
 
 /* Encodes those of LANES elements whose codes are not sure, which it finds again: to note them for all
@@ -73,19 +66,61 @@ CPU_AVX2 HR_INLINE __m256i adamw8bit_encode_moment_avx2(const dynamic_decades *d
 static __attribute__((noinline)) CPU_AVX2 void
 adamw8bit_encode_unsure(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i)
 {
-    const dynamic_decades *const decades = t->call->tables->decades;
+    const dynamic_lines *const lines = t->call->tables->lines;
+    const float factor_m = p->scale_m.second * dynamic_factor(1);
+    const float factor_v = p->scale_v.second * dynamic_factor(0);
     for (const int end = i + LANES; i < end; i += 8) {
-        __m256i sure_m, sure_v, opposite;
-        const __m256i m = adamw8bit_quotients_avx2(p->m + i, p->scale_m.second, 1, &opposite);
-        const __m256i v = adamw8bit_quotients_avx2(p->v + i, p->scale_v.second, 0, &opposite);
-        dynamic_distances_avx2(&decades[1], m, 1, &sure_m);
-        dynamic_distances_avx2(&decades[0], v, 0, &sure_v);
-        const __m256i unsure =
-            _mm256_cmpeq_epi32(_mm256_min_epu32(sure_m, sure_v), _mm256_setzero_si256());
+        const __m256 m = _mm256_loadu_ps(p->m + i) * _mm256_set1_ps(factor_m);
+        const __m256 v = _mm256_loadu_ps(p->v + i) * _mm256_set1_ps(factor_v);
+        const __m256i least = _mm256_min_epu16(dynamic_distances_avx2(&lines[1], m, 1),
+                                               dynamic_distances_avx2(&lines[0], v, 0));
+        const __m256i unsure = adamw8bit_unsure_avx2(least);
         unsigned lanes = (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(unsure));
         for (; lanes; lanes &= lanes - 1)
             adamw8bit_encode_each(t, p, i + __builtin_ctz(lanes), 1);
     }
+}
+
+/* What is encoded while the next block is updated. */
+typedef struct adamw8bit_encoding {
+    const adamw8bit_tensor *t;
+    const adamw8bit_pending *p;
+    const dynamic_lines *lines;
+    const float *m, *v;
+    uint8_t *exp_avg, *exp_avg_sq;
+    __m256 factor_m, factor_v;
+} adamw8bit_encoding;
+
+CPU_AVX2 HR_INLINE adamw8bit_encoding adamw8bit_encoding_of(const adamw8bit_tensor *t,
+                                                            const adamw8bit_pending *p)
+{
+    return (adamw8bit_encoding){t,
+                                p,
+                                t->call->tables->lines,
+                                p->m,
+                                p->v,
+                                t->exp_avg + p->begin,
+                                t->exp_avg_sq + p->begin,
+                                _mm256_set1_ps(p->scale_m.second * dynamic_factor(1)),
+                                _mm256_set1_ps(p->scale_v.second * dynamic_factor(0))};
+}
+
+CPU_AVX2 HR_INLINE void adamw8bit_encode_m(const adamw8bit_encoding *e, int i, __m256i *least)
+{
+    adamw8bit_encode32_avx2(&e->lines[1], e->m + i, e->factor_m, 1, e->exp_avg + i, least);
+}
+
+CPU_AVX2 HR_INLINE void adamw8bit_encode_v(const adamw8bit_encoding *e, int i, __m256i *least)
+{
+    adamw8bit_encode32_avx2(&e->lines[0], e->v + i, e->factor_v, 0, e->exp_avg_sq + i, least);
+}
+
+/* Ends the encoding of LANES elements from i on. */
+CPU_AVX2 HR_INLINE void adamw8bit_make_sure(const adamw8bit_encoding *e, int i, __m256i least)
+{
+    const __m256i unsure = adamw8bit_unsure_avx2(least);
+    if (__builtin_expect(!_mm256_testz_si256(unsure, unsure), 0))
+        adamw8bit_encode_unsure(e->t, e->p, i);
 }
 
 CPU_AVX2 HR_INLINE void adamw8bit_encode_avx2(const adamw8bit_tensor *t, const adamw8bit_pending *p,
@@ -95,15 +130,13 @@ CPU_AVX2 HR_INLINE void adamw8bit_encode_avx2(const adamw8bit_tensor *t, const a
         adamw8bit_encode_each(t, p, i, count);
         return;
     }
-    const dynamic_decades *const decades = t->call->tables->decades;
-    const __m256i least_m = adamw8bit_encode_moment_avx2(&decades[1], p->m + i, p->scale_m.second,
-                                                         1, t->exp_avg + p->begin + i);
-    const __m256i least_v = adamw8bit_encode_moment_avx2(&decades[0], p->v + i, p->scale_v.second,
-                                                         0, t->exp_avg_sq + p->begin + i);
-    const __m256i unsure =
-        _mm256_cmpeq_epi32(_mm256_min_epu32(least_m, least_v), _mm256_setzero_si256());
-    if (__builtin_expect(!_mm256_testz_si256(unsure, unsure), 0))
-        adamw8bit_encode_unsure(t, p, i);
+    const adamw8bit_encoding e = adamw8bit_encoding_of(t, p);
+    __m256i least = _mm256_set1_epi32(-1);
+    for (int k = i; k < i + LANES; k += 32) {
+        adamw8bit_encode_m(&e, k, &least);
+        adamw8bit_encode_v(&e, k, &least);
+    }
+    adamw8bit_make_sure(&e, i, least);
 }
 
 /* ---- Decoding and updating ------------------------------------------------------------------- */
@@ -116,19 +149,16 @@ CPU_AVX2 HR_INLINE void adamw8bit_decode_avx2(const adamw8bit_call *call, const 
         x[lane] = values[codes[lane]] * absmax;
 }
 
-/* Decodes 8 codes, without their scale, by loads: a value takes two instructions, which compute
- * nothing. Those that insert an integer take it from memory. */
-CPU_AVX2 HR_INLINE __m256 adamw8bit_decode8_avx2(const float *values, const uint8_t *codes)
+/* Decodes `count` codes, without their scale, in pairs: an instruction that puts a value into a vector
+ * would take more of what computes on vectors, and a store of each more of what stores. */
+HR_INLINE void adamw8bit_decode_pairs(const dynamic_lines *lines, const uint8_t *codes, int count,
+                                      float *values)
 {
-    const int32_t *const bits = (const int32_t *)(const void *)values;
-    __m128i half[2];
-    for (int k = 0; k < 2; k++) {
-        half[k] = _mm_cvtsi32_si128(bits[codes[4 * k]]);
-        half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 1]], 1);
-        half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 2]], 2);
-        half[k] = _mm_insert_epi32(half[k], bits[codes[4 * k + 3]], 3);
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += 2) {
+        const uint64_t pair = lines->low[codes[i]] | lines->high[codes[i + 1]];
+        memcpy(values + i, &pair, sizeof pair);
     }
-    return _mm256_castsi256_ps(_mm256_set_m128i(half[1], half[0]));
 }
 
 CPU_AVX2 HR_INLINE __m256 adamw8bit_load_avx2(const void *base, int i, hr_dtype dtype)
@@ -176,43 +206,74 @@ CPU_AVX2 HR_INLINE void adamw8bit_store_avx2(void *base, int i, const __m256 x[2
 
 /* The constants of a step, and the scales of a block. */
 typedef struct adamw8bit_repeated {
+    const dynamic_lines *lines;
     __m256 grad_factor, one_minus_beta1, beta2, one_minus_beta2, rsqrt_bias2, eps, keep, step_size;
     __m256 absmax_m, absmax_v;
 } adamw8bit_repeated;
 
-/* Updates LANES elements and raises the largest magnitudes. */
-CPU_AVX2 HR_INLINE void adamw8bit_update_plain(const quant_maps *maps, const adamw8bit_repeated *c,
-                                               void *param, const void *grad,
-                                               const uint8_t *exp_avg, const uint8_t *exp_avg_sq,
-                                               float *m, float *v, __m256i *largest_m,
-                                               __m256i *largest_v, hr_dtype param_dtype,
-                                               hr_dtype grad_dtype)
+/* The decoded moments of LANES elements, without their scales. */
+typedef struct adamw8bit_decoded {
+    _Alignas(32) float m[LANES], v[LANES];
+} adamw8bit_decoded;
+
+/* Where LANES elements lie. */
+typedef struct adamw8bit_elements {
+    void *param;
+    const void *grad;
+    float *m, *v;                   /* new moments */
+    adamw8bit_decoded *decoded;     /* their old ones, and then those of the next elements, */
+    const uint8_t *next_m, *next_v; /* which have these codes */
+} adamw8bit_elements;
+
+/* Updates the elements [i, i + 16) of `at`, decodes the next ones, and raises the largest magnitudes. */
+CPU_AVX2 HR_INLINE void adamw8bit_update16(const adamw8bit_repeated *c, adamw8bit_elements at,
+                                           int i, __m256i *largest_m, __m256i *largest_v,
+                                           hr_dtype param_dtype, hr_dtype grad_dtype)
 {
     const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-    for (int i = 0; i < LANES; i += 16) {
-        __m256 params[2];
+    __m256 params[2];
 #pragma GCC unroll 2
-        for (int k = 0; k < 2; k++) {
-            const int at = i + 8 * k;
-            const __m256 g = adamw8bit_load_avx2(grad, at, grad_dtype) * c->grad_factor;
-            const __m256 old_m =
-                adamw8bit_decode8_avx2(maps->map[1].values, exp_avg + at) * c->absmax_m;
-            const __m256 old_v =
-                adamw8bit_decode8_avx2(maps->map[0].values, exp_avg_sq + at) * c->absmax_v;
-            const __m256 new_v = c->beta2 * old_v + c->one_minus_beta2 * (g * g);
-            const __m256 new_m = old_m + c->one_minus_beta1 * (g - old_m);
-            const __m256 denominator = _mm256_sqrt_ps(new_v) * c->rsqrt_bias2 + c->eps;
-            params[k] = c->keep * adamw8bit_load_avx2(param, at, param_dtype) -
-                        c->step_size * (new_m / denominator);
-            _mm256_storeu_ps(m + at, new_m);
-            _mm256_storeu_ps(v + at, new_v);
-            *largest_m = _mm256_max_epu32(*largest_m,
-                                          _mm256_and_si256(_mm256_castps_si256(new_m), magnitude));
-            *largest_v = _mm256_max_epu32(*largest_v,
-                                          _mm256_and_si256(_mm256_castps_si256(new_v), magnitude));
-        }
-        adamw8bit_store_avx2(param, i, params, param_dtype);
+    for (int k = 0; k < 2; k++) {
+        const int j = i + 8 * k;
+        const __m256 g = adamw8bit_load_avx2(at.grad, j, grad_dtype) * c->grad_factor;
+        const __m256 old_m = _mm256_load_ps(at.decoded->m + j) * c->absmax_m;
+        const __m256 old_v = _mm256_load_ps(at.decoded->v + j) * c->absmax_v;
+        const __m256 new_v = c->beta2 * old_v + c->one_minus_beta2 * (g * g);
+        const __m256 new_m = old_m + c->one_minus_beta1 * (g - old_m);
+        const __m256 denominator = _mm256_sqrt_ps(new_v) * c->rsqrt_bias2 + c->eps;
+        /* Here the instructions on integers run while the roots do. */
+        adamw8bit_decode_pairs(&c->lines[1], at.next_m + j, 8, at.decoded->m + j);
+        adamw8bit_decode_pairs(&c->lines[0], at.next_v + j, 8, at.decoded->v + j);
+        params[k] = c->keep * adamw8bit_load_avx2(at.param, j, param_dtype) -
+                    c->step_size * (new_m / denominator);
+        _mm256_storeu_ps(at.m + j, new_m);
+        _mm256_storeu_ps(at.v + j, new_v);
+        *largest_m =
+            _mm256_max_epu32(*largest_m, _mm256_and_si256(_mm256_castps_si256(new_m), magnitude));
+        *largest_v =
+            _mm256_max_epu32(*largest_v, _mm256_and_si256(_mm256_castps_si256(new_v), magnitude));
     }
+    adamw8bit_store_avx2(at.param, i, params, param_dtype);
+}
+
+/* Updates LANES elements. Between them, encodes those of e from `encoded` on, if it is not NULL. */
+CPU_AVX2 HR_INLINE void adamw8bit_update_plain(const adamw8bit_repeated *c, adamw8bit_elements at,
+                                               const adamw8bit_encoding *e, int encoded,
+                                               __m256i *largest_m, __m256i *largest_v,
+                                               hr_dtype param_dtype, hr_dtype grad_dtype)
+{
+    __m256i least = _mm256_set1_epi32(-1);
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += 32) {
+        adamw8bit_update16(c, at, i, largest_m, largest_v, param_dtype, grad_dtype);
+        if (e)
+            adamw8bit_encode_m(e, encoded + i, &least);
+        adamw8bit_update16(c, at, i + 16, largest_m, largest_v, param_dtype, grad_dtype);
+        if (e)
+            adamw8bit_encode_v(e, encoded + i, &least);
+    }
+    if (e)
+        adamw8bit_make_sure(e, encoded, least);
 }
 
 /* ---- Blocks ---------------------------------------------------------------------------------- */
@@ -234,13 +295,35 @@ HR_INLINE void adamw8bit_prefetch(const void *base, int size)
         __builtin_prefetch((const char *)base + AHEAD + byte, 1);
 }
 
+/* The elements from i on of a run that ends at `to`, but for their new moments. */
+HR_INLINE adamw8bit_elements adamw8bit_elements_at(const adamw8bit_tensor *t, int64_t i, int64_t to,
+                                                   adamw8bit_decoded *decoded, int ahead,
+                                                   hr_dtype param_dtype, hr_dtype grad_dtype)
+{
+    const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
+    const int64_t next = to - i >= 2 * LANES ? i + LANES : i;
+    adamw8bit_elements at;
+    at.param = (char *)t->param + i * param_size;
+    at.grad = (const char *)t->grad + i * grad_size;
+    at.decoded = decoded;
+    at.next_m = t->exp_avg + next;
+    at.next_v = t->exp_avg_sq + next;
+    if (ahead) {
+        adamw8bit_prefetch(at.param, param_size);
+        adamw8bit_prefetch(at.grad, grad_size);
+        adamw8bit_prefetch(at.next_m, 1);
+        adamw8bit_prefetch(at.next_v, 1);
+    }
+    return at;
+}
+
 CPU_AVX2 HR_INLINE void adamw8bit_blocks_plain(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                                hr_dtype param_dtype, hr_dtype grad_dtype)
 {
     const int block_size = t->call->args->config->block_size;
     const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
-    const quant_maps *const maps = &t->call->tables->maps;
     adamw8bit_repeated c;
+    c.lines = t->call->tables->lines;
     c.grad_factor = _mm256_set1_ps(t->constants.grad_factor);
     c.one_minus_beta1 = _mm256_set1_ps(t->constants.one_minus_beta1);
     c.beta2 = _mm256_set1_ps(t->constants.beta2);
@@ -251,6 +334,11 @@ CPU_AVX2 HR_INLINE void adamw8bit_blocks_plain(const adamw8bit_tensor *t, int64_
     c.step_size = _mm256_set1_ps(t->constants.step_size);
     adamw8bit_moments moments;    /* of this block and of the previous one */
     adamw8bit_pending last = {0}; /* the previous block */
+    adamw8bit_decoded decoded;
+    if (to - from >= LANES) {
+        adamw8bit_decode_pairs(&c.lines[1], t->exp_avg + from, LANES, decoded.m);
+        adamw8bit_decode_pairs(&c.lines[0], t->exp_avg_sq + from, LANES, decoded.v);
+    }
     int64_t block = from / block_size;
     for (int64_t begin = from; begin < to; begin += block_size, block++) {
         const int count = to - begin < block_size ? (int)(to - begin) : block_size;
@@ -261,36 +349,40 @@ CPU_AVX2 HR_INLINE void adamw8bit_blocks_plain(const adamw8bit_tensor *t, int64_
         __m256i largest_m = _mm256_setzero_si256(), largest_v = _mm256_setzero_si256();
         c.absmax_m = _mm256_set1_ps(t->exp_avg_absmax[block]);
         c.absmax_v = _mm256_set1_ps(t->exp_avg_sq_absmax[block]);
-        int encoded = 0;
-        for (int i = 0; i < count; i += LANES) {
-            char *const param = (char *)t->param + (begin + i) * param_size;
-            const char *const grad = (const char *)t->grad + (begin + i) * grad_size;
-            const uint8_t *const exp_avg = t->exp_avg + begin + i;
-            const uint8_t *const exp_avg_sq = t->exp_avg_sq + begin + i;
-            if (ahead) {
-                adamw8bit_prefetch(param, param_size);
-                adamw8bit_prefetch(grad, grad_size);
-                adamw8bit_prefetch(exp_avg, 1);
-                adamw8bit_prefetch(exp_avg_sq, 1);
-            }
-            if (__builtin_expect(count - i < LANES, 0)) {
-                adamw8bit_few few;
-                adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
-                adamw8bit_update_plain(maps, &c, few.param, few.grad, few.exp_avg, few.exp_avg_sq,
-                                       m + i, v + i, &largest_m, &largest_v, param_dtype,
-                                       grad_dtype);
-                memcpy(param, few.param, (size_t)((count - i) * param_size));
-            } else {
-                adamw8bit_update_plain(maps, &c, param, grad, exp_avg, exp_avg_sq, m + i, v + i,
-                                       &largest_m, &largest_v, param_dtype, grad_dtype);
-            }
-            if (encoded < last.count) {
-                adamw8bit_encode_avx2(t, &last, encoded, LANES);
-                encoded += LANES;
-            }
+        const adamw8bit_encoding encoding = adamw8bit_encoding_of(t, &last);
+        const int both = last.vectors ? (count < last.count ? count : last.count) / LANES : 0;
+        int i = 0;
+        for (; i < both * LANES; i += LANES) {
+            adamw8bit_elements at =
+                adamw8bit_elements_at(t, begin + i, to, &decoded, ahead, param_dtype, grad_dtype);
+            at.m = m + i;
+            at.v = v + i;
+            adamw8bit_update_plain(&c, at, &encoding, i, &largest_m, &largest_v, param_dtype,
+                                   grad_dtype);
         }
-        for (; encoded < last.count; encoded += LANES)
-            adamw8bit_encode_avx2(t, &last, encoded, LANES);
+        for (int rest = i; rest < last.count; rest += LANES)
+            adamw8bit_encode_avx2(t, &last, rest, LANES);
+        for (; i < count; i += LANES) {
+            adamw8bit_elements at =
+                adamw8bit_elements_at(t, begin + i, to, &decoded, ahead, param_dtype, grad_dtype);
+            at.m = m + i;
+            at.v = v + i;
+            adamw8bit_few few;
+            void *const param = at.param;
+            if (__builtin_expect(count - i < LANES, 0)) {
+                adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
+                adamw8bit_decode_pairs(&c.lines[1], few.exp_avg, LANES, decoded.m);
+                adamw8bit_decode_pairs(&c.lines[0], few.exp_avg_sq, LANES, decoded.v);
+                at.param = few.param;
+                at.grad = few.grad;
+                at.next_m = few.exp_avg;
+                at.next_v = few.exp_avg_sq;
+            }
+            adamw8bit_update_plain(&c, at, NULL, 0, &largest_m, &largest_v, param_dtype,
+                                   grad_dtype);
+            if (__builtin_expect(count - i < LANES, 0))
+                memcpy(param, few.param, (size_t)((count - i) * param_size));
+        }
         last = adamw8bit_close(t, begin, count, block, m, v, adamw8bit_largest_avx2(largest_m),
                                adamw8bit_largest_avx2(largest_v));
     }

@@ -218,25 +218,6 @@ typedef struct adamw_part {
     int skip;
 } adamw_part;
 
-/* Convert the elements [i, i + count) to a tile of binary32, and back. */
-HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
-                             float *restrict tile, half_conversions halves)
-{
-    if (dtype == HR_F16)
-        f16_load(tile, (const uint16_t *)base + i, count, halves);
-    else
-        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
-}
-
-HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
-                               const float *restrict tile, half_conversions halves)
-{
-    if (dtype == HR_F16)
-        f16_store((uint16_t *)base + i, tile, count, halves);
-    else
-        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
-}
-
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
  * first-level cache. A loop for each of the 54 mixes would take minutes to compile and a
  * megabyte. */
@@ -251,18 +232,18 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end,
         cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
         cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
         cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
-        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
-        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], halves);
-        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
-        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
+        halves_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
+        halves_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], halves);
+        halves_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
+        halves_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
         if (p->max_exp_avg_sq) {
-            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
-                          halves);
+            halves_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
+                           halves);
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], tiles[MAX_EXP_AVG_SQ], 0, count, HR_F32,
                       HR_WEIGHTS_NEAREST, NULL, HR_F32, HR_F32, 1, p->skip);
-            adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
-                            halves);
+            halves_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
+                             halves);
         } else if (p->skip) {
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], NULL, 0, count, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
@@ -272,9 +253,9 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end,
                       tiles[EXP_AVG_SQ], 0, count, 0, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
                       HR_F32, halves);
         }
-        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
-        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
-        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
+        halves_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
+        halves_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
+        halves_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
     }
 }
 

@@ -21,17 +21,13 @@
 #define DYNAMIC_FRACTION_BITS 15
 /* A bound of the error of such a number, in units in the last place; a power of 2. */
 #define DYNAMIC_SLACK_UNITS 4
+/* The same with AVX2, in units of 2^-16. */
+#define DYNAMIC_SLACK_BITS 8
 /* Adds 1/2 to round, and the bound, so that one mask finds numbers too close to a midpoint. */
 #define DYNAMIC_OFFSET (256.5f + 0x1p-15f * DYNAMIC_SLACK_UNITS)
 /* A number that gets code 1 of the unsigned map, far from its borders: for a positive x whose
  * quotient is so small that it would get code 0, which means zero (quant_keep_positive()). */
 #define DYNAMIC_LEAST_POSITIVE 3.25e-7f
-
-/* The binade, as a biased exponent, from which decades are counted, and decades per binade in units
- * of 2^-16: dynamic_distances_avx2() must find a decade or the one before. dynamic_map_test.cpp has
- * numbers on either side of every border. */
-#define DYNAMIC_FIRST_BINADE   106
-#define DYNAMIC_BINADE_DECADES 21000
 
 typedef struct dynamic_vectors {
     /* Decoding, indexed by the last 4 bits of the exponent of dynamic_place(). */
@@ -44,29 +40,72 @@ typedef struct dynamic_vectors {
     float slopes[32], offsets[32], lasts[32];
 } dynamic_vectors;
 
-/* Encoding with 8 lanes: 8 entries for the 9 decades, because the first two need one only. Where a
- * decade has one part, or two, any line will do that passes its thresholds. */
-typedef struct dynamic_decades {
-    float ends[8]; /* where the next decade begins */
-    float slopes[8], offsets[8], lasts[8];
-} dynamic_decades;
+/* Encoding with 8 lanes: by 8 lines, one for each decade but 0, because the first two share one. The
+ * decade with n parts gives a quotient y, when r = y * slope - n / 9,
+ *
+ *     n + min(r, (r - 0.2) * 1.25),
+ *
+ * whose integer part is the distance from the code of zero, plus 1 in the unsigned map. Parts end
+ * where r is 1, 2, .. n. But the first begins at 0.2, midway between values of parts that differ in
+ * size, and below that the line holds for the last part of the decade before, too. So the choice of a
+ * line need not be exact: decades are counted in the bits of a quotient as if they were its logarithm,
+ * rounded to an integer whose last 3 bits are the index. Quotients are multiplied by dynamic_factor(),
+ * so that every change of line is where both lines hold. */
+typedef struct dynamic_lines {
+    float slopes[8], offsets[8];
+    /* Decoding: the bits of the map's values, and the same in the upper half of a word. */
+    uint32_t low[256];
+    uint64_t high[256];
+} dynamic_lines;
 
-static inline void dynamic_decades_fill(dynamic_decades *d, const dynamic_map *map, int is_signed)
+/* A sum with this is rounded to an integer, whose last bits are the sum's. */
+#define DYNAMIC_MAGIC 0x1.8p23f
+
+/* What an offset holds besides -n / 9. With n, -8 times it is added to the sum above, which then has its
+ * integer part in bits 16 to 23 of a word. */
+HR_CONSTEXPR float dynamic_base(int is_signed)
+{
+    return ((is_signed ? 128.0f : 255.0f) + 0x1p-16f * DYNAMIC_SLACK_BITS) / -8.0f;
+}
+
+HR_CONSTEXPR float dynamic_factor(int is_signed)
+{
+    return is_signed ? 0x1p10f : 0x1.2p25f;
+}
+
+HR_CONSTEXPR float dynamic_decades_per_bit(int is_signed)
+{
+    return is_signed ? 0x1p-23f / 3.38215f : 0x1p-23f / 3.3433f;
+}
+
+/* The least quotient for which there is a line. It gets the code of zero, or code 1 of the unsigned
+ * map. */
+HR_CONSTEXPR float dynamic_least(int is_signed)
+{
+    return is_signed ? 1.5e-7f : DYNAMIC_LEAST_POSITIVE;
+}
+
+static inline void dynamic_lines_fill(dynamic_lines *l, const dynamic_map *map, int is_signed)
 {
     const int zero = dynamic_zero(is_signed), least = is_signed ? 1 : 2;
-    for (int i = 0; i < 8; i++) {
-        const int next = (least << (i + 1)) - (is_signed ? 0 : 1); /* its first code, from zero */
-        d->ends[i] = i < 7 ? map->thresholds[zero + next - 1] : INFINITY;
-        d->slopes[i] = map->slopes[i + 1];
-        d->offsets[i] = map->offsets[i + 1];
-        d->lasts[i] = map->lasts[i + 1];
+    const float factor = dynamic_factor(is_signed);
+    memset(l, 0, sizeof *l);
+    for (int code = 0; code < 256; code++) {
+        l->low[code] = hr_bits(map->values[code]);
+        l->high[code] = (uint64_t)l->low[code] << 32;
     }
-    const float first = map->thresholds[zero], second = map->thresholds[zero + 1];
-    d->slopes[0] = is_signed ? 0.5f / first : 1.0f / (second - first);
-    d->offsets[0] = is_signed ? 0.0f : 0.5f - first * d->slopes[0];
     for (int i = 0; i < 8; i++) {
-        d->offsets[i] += DYNAMIC_OFFSET;
-        d->lasts[i] += DYNAMIC_OFFSET;
+        const int n = least << i;
+        const float begin = map->thresholds[zero + n - least];
+        const float inside = factor * (i < 7 ? 0.5f * dynamic_power_of_10(i - 6) : 1.0f);
+        const int entry = (int)hr_bits(fmaf((float)hr_bits(inside),
+                                            dynamic_decades_per_bit(is_signed), DYNAMIC_MAGIC)) &
+                          7;
+        /* Of a decade with one part, and of 1, only the beginning matters. */
+        const float slope =
+            n == 1 || i == 7 ? ((float)n / 9.0f + 0.2f) / begin : map->slopes[i + 1];
+        l->slopes[entry] = slope / factor;
+        l->offsets[entry] = dynamic_base(is_signed) - (float)n / 9.0f;
     }
 }
 
@@ -179,33 +218,36 @@ CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m5
     return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
 }
 
-CPU_AVX2 HR_INLINE __m256i dynamic_entries_avx2(const float *table, __m256i entry)
+CPU_AVX2 HR_INLINE __m256 dynamic_entries_avx2(const float *table, __m256i entry)
 {
-    return _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)table), entry);
+    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), entry);
 }
 
-/* 256 + the distances from the code of zero that 8 magnitudes of quotients get, and below them
- * DYNAMIC_FRACTION_BITS bits. A word of `sure` is 0 where dynamic_encode() must decide. No magnitude is
- * NaN. They are compared as integers, which a core does with twice as many units as binary32. */
-CPU_AVX2 HR_INLINE __m256i dynamic_distances_avx2(const dynamic_decades *d, __m256i magnitude,
-                                                  int is_signed, __m256i *sure)
+/* The distances from the code of zero that 8 quotients get, in bits 16 to 23 of words. Below them is
+ * their fraction: where it is less than 2 * DYNAMIC_SLACK_BITS, dynamic_encode() must decide. The
+ * quotients are multiplied by dynamic_factor(). None is NaN. */
+CPU_AVX2 HR_INLINE __m256i dynamic_distances_avx2(const dynamic_lines *l, __m256 quotient,
+                                                  int is_signed)
 {
-    /* The decade or the one before, from the exponent: 0.32 decades for each binade from 2^-21. */
-    const __m256i binade = _mm256_subs_epu16(_mm256_srli_epi32(magnitude, 23),
-                                             _mm256_set1_epi32(DYNAMIC_FIRST_BINADE));
-    const __m256i guess = _mm256_mulhi_epu16(binade, _mm256_set1_epi32(DYNAMIC_BINADE_DECADES));
-    const __m256i end = dynamic_entries_avx2(d->ends, guess);
-    const __m256i decade = _mm256_sub_epi32(guess, _mm256_cmpgt_epi32(magnitude, end));
-    const __m256 slope = _mm256_castsi256_ps(dynamic_entries_avx2(d->slopes, decade));
-    const __m256 offset = _mm256_castsi256_ps(dynamic_entries_avx2(d->offsets, decade));
-    const __m256i last = dynamic_entries_avx2(d->lasts, decade);
-    const __m256 place = _mm256_fmadd_ps(_mm256_castsi256_ps(magnitude), slope, offset);
-    const __m256i distance = _mm256_min_epi32(_mm256_castps_si256(place), last);
-    const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
-    *sure = _mm256_and_si256(distance, _mm256_set1_epi32(fraction));
-    if (is_signed) /* where a decade begins, a negative midpoint has the greater magnitude */
-        *sure = _mm256_andnot_si256(_mm256_cmpeq_epi32(magnitude, end), *sure);
-    return distance;
+    __m256i bits = _mm256_castps_si256(quotient);
+    if (is_signed)
+        bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
+    const float least = dynamic_least(is_signed) * dynamic_factor(is_signed);
+    bits = _mm256_max_epi32(bits, _mm256_castps_si256(_mm256_set1_ps(least)));
+    const __m256i line = _mm256_castps_si256(_mm256_fmadd_ps(
+        _mm256_cvtepi32_ps(bits), _mm256_set1_ps(dynamic_decades_per_bit(is_signed)),
+        _mm256_set1_ps(DYNAMIC_MAGIC)));
+    const __m256 offset = dynamic_entries_avx2(l->offsets, line);
+    const __m256 place =
+        _mm256_fmadd_ps(_mm256_castsi256_ps(bits), dynamic_entries_avx2(l->slopes, line), offset);
+    const float base = dynamic_base(is_signed);
+    const __m256 first =
+        _mm256_fmadd_ps(place, _mm256_set1_ps(1.25f), _mm256_set1_ps(-0.25f * (1.0f + base)));
+    const __m256i distance = _mm256_castps_si256(
+        _mm256_fmadd_ps(offset, _mm256_set1_ps(-9.0f), _mm256_min_ps(place, first)));
+    /* Signed distances count from 128, where a fraction has 16 bits; 128 more carries into bit 23,
+     * which belongs to the exponent. Unsigned ones count from 256, where it has 15. */
+    return is_signed ? distance : _mm256_add_epi32(distance, distance);
 }
 #endif
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
+from typing import Any
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 NO_MODES = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP)  # of file systems without permissions
@@ -73,6 +75,12 @@ def replacing(path: str | os.PathLike[str], size: int | None = None) -> Iterator
             count = "" if size is None else f" ({size:,} bytes)"
             fate = f"not written{count}, so that it {old_one}; {advice}"
         raise OSError(error.errno, f"{reason}: {fate}", path) from error
+
+
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = None) -> None:
+    """Writes a value as JSON, on one line unless it is indented, as :func:`replacing` does."""
+    with replacing(path) as file, os.fdopen(os.dup(file), "w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=indent, separators=None if indent else (",", ":"))
 
 
 def partial_of(name: str) -> str:

@@ -1,13 +1,14 @@
-"""Says how much memory a device has for this process."""
+"""Says how much memory and how many processors this process has."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import torch
 
-from .cgroups import cgroup_headroom, cgroup_limit
+from .cgroups import cgroup_cpus, cgroup_headroom, cgroup_limit
 
 
 def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> int:
@@ -52,6 +53,17 @@ def host_headroom(root: Path = Path("/")) -> dict[str, int]:
         "what the cgroup has left": cgroup_headroom(root),
     }
     return {name: size for name, size in found.items() if size is not None}
+
+
+def allowed_cpus(root: Path = Path("/")) -> float:
+    """Returns how many processors' time this process may take: those that it may run on, or less
+    if its cgroup has a quota, such as 1.5.
+
+    Args:
+        root: below which files of the system are read.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    return min(cpus, cgroup_cpus(root) or cpus)
 
 
 def _kibibytes(file: Path, name: str) -> int | None:

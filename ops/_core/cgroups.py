@@ -1,4 +1,5 @@
-"""Finds the limit of memory that the system sets for this process, and what is left of it.
+"""Finds the limits of memory and processors that the system sets for this process, and what is left
+of the first.
 
 This file imports nothing but the standard library: ``headroom doctor`` also runs where the package
 cannot be imported, and then loads it by its path.
@@ -38,8 +39,40 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
+def cgroup_cpus(root: Path = Path("/")) -> float | None:
+    """Returns how many processors' time the cgroup of this process, and those that it is in, may
+    take, such as 1.5; None if there is no limit. Knows versions 1 and 2.
+
+    Args:
+        root: below which files of the system are read.
+    """
+    found = []
+    for folder, version in _folders(root, "cpu"):
+        if version == 2:
+            names = ("cpu.max",)
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            words = [word for name in names for word in (folder / name).read_text().split()]
+        except OSError:
+            continue
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
-    """Yields the folder, the limit and the version of each cgroup of this process that has one."""
+    """Yields the folder, the limit and the version of each cgroup of this process that limits its
+    memory."""
+    for folder, version in _folders(root, "memory"):
+        limit = _number(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        if limit is not None and limit < UNLIMITED:
+            yield folder, limit, version
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yields the folder and the version of each cgroup of this process that a controller is for,
+    the innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -48,17 +81,15 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
         number, _, remainder = line.partition(":")
         controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
-            base, name, version = root / "sys/fs/cgroup", "memory.max", 2
-        elif "memory" in controllers.split(","):
-            base, name, version = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", 1
+            base, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            base, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         # In a container the path may be that of the host, and the limit at the top is ours.
         folder = base / path.strip("/")
         while True:
-            limit = _number(folder / name)
-            if limit is not None and limit < UNLIMITED:
-                yield folder, limit, version
+            yield folder, version
             if folder == base or base not in folder.parents:
                 break
             folder = folder.parent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -99,3 +102,20 @@ def place_of(param: Tensor) -> tuple[int, int, int]:
         row = row * param.shape[dim] + offsets[dim]
     stride = param.shape[last] * inner
     return row * stride + offsets[last] * inner, local[last] * inner, stride
+
+
+@contextlib.contextmanager
+def gathered(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor] | None]:
+    """Gathers DTensors, all ranks together, for the first rank of their mesh: it gets the tensors
+    by name, whole, and other ranks None. They leave when the first one has left. Without a DTensor
+    each rank is the first.
+    """
+    meshes = {x.device_mesh for x in tensors.values() if isinstance(x, DTensor)}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+    is_first = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+    try:
+        yield whole if is_first else None
+    finally:
+        for mesh in meshes:
+            for dim in range(mesh.ndim):
+                dist.barrier(group=mesh.get_group(dim))

@@ -88,9 +88,8 @@ def _span(index: int, tensor: Tensor) -> Iterable[_Span]:
     start = _address(tensor)
     if not start or not tensor.numel():
         return
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-    device = tensor.device.type, tensor.device.index or 0
-    yield _Span(device, start, start + (last + 1) * tensor.element_size(), index)
+    size = spanned_bytes(tensor) - tensor.storage_offset() * tensor.element_size()
+    yield _Span((tensor.device.type, tensor.device.index or 0), start, start + size, index)
 
 
 def _clusters(spans: Iterable[_Span]) -> Iterable[list[_Span]]:

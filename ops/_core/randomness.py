@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -46,31 +46,29 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def generators_kept(*devices: torch.device | None) -> Iterator[None]:
+def generators_kept(
+    *devices: torch.device | None, own: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
     """Runs a block after which the random numbers of torch, on the CPU and on ``devices``, of
-    Python and of NumPy go on as if it had not run."""
+    Python, of NumPy and of generators of one's ``own`` go on as if it had not run."""
     states = generator_states(device for device in devices if device is not None)
+    own_states = [(generator, generator.get_state()) for generator in own]
     try:
         yield
     finally:
         restore_generators(states)
+        for generator, state in own_states:
+            generator.set_state(state)
 
 
-@contextmanager
-def loader_kept(loader: Any) -> Iterator[None]:
-    """Runs a block that reads from a DataLoader, after which all random numbers, also those of the
-    generators that it and its samplers draw from, go on as if it had not run."""
-    states = [(generator, generator.get_state()) for generator in generators_in(loader)]
-    with generators_kept():
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+def loader_kept(loader: Any) -> AbstractContextManager[None]:
+    """Returns a context that reads from a DataLoader, after which all random numbers, also those of
+    the generators that it, its samplers and its dataset draw from, go on as if it had not run."""
+    return generators_kept(own=generators_in(loader))
 
 
 def generators_in(loader: Any) -> list[torch.Generator]:
-    """Returns the generators that a DataLoader, or a sampler, and its samplers hold."""
+    """Returns the generators that a DataLoader, or a sampler, its samplers and its dataset hold."""
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
     parts = [loader]
@@ -82,7 +80,7 @@ def generators_in(loader: Any) -> list[torch.Generator]:
         for name, value in vars(part).items():
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            elif name.endswith(("sampler", "base_dataloader")):
+            elif name.endswith(("sampler", "base_dataloader", "dataset")):
                 parts.append(value)
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Gives the linear layers of a model low-rank adapters, in place."""
+"""Gives layers of a model low-rank adapters, in place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from .._core.registration import FLOATS
-from ..nn.lora import Adapter, LoRALinear, attach, takes_adapters
+from ..nn.lora import Adapter, is_embedding, takes_adapters
+from ..nn.switched import is_in, outside
 from ..quantizing.choice import HEAD, heads
-from .report import Adapted, LoRAReport, Unadapted
+from .attach import attach
+from .report import Adapted, Copied, LoRAReport, Unadapted
 
 ALL = "all-linear"
 
@@ -25,6 +27,8 @@ def lora(
     targets: str | Iterable[str] = ALL,
     dropout: float = 0.0,
     rslora: bool = False,
+    dora: bool = False,
+    modules_to_save: Iterable[str] = (),
     dtype: torch.dtype = torch.float32,
     name: str = "default",
 ) -> LoRAReport:
@@ -33,7 +37,8 @@ def lora(
 
     Layers become :class:`headroom.nn.LoRALinear`, whose product is at first that of the layer. They
     may be ``nn.Linear``, :class:`headroom.nn.Linear`, ``Linear4bit`` and ``Linear8bit``, Conv1D of
-    transformers, and layers of bitsandbytes. A model that has adapters gets another; the new one
+    transformers, and layers of bitsandbytes; embeddings that are named become
+    :class:`headroom.nn.LoRAEmbedding`. A model that has adapters gets another; the new one
     is then the only one that is active and trains (:func:`headroom.adapters.use_adapters`). Make
     the optimizer afterwards, over the parameters that require gradients.
 
@@ -41,10 +46,15 @@ def lora(
         model: any module that holds such layers.
         rank: rows of A and columns of B.
         alpha: B A is multiplied with ``alpha / rank``; None: ``rank``, so with 1.
-        targets: as PEFT reads it: names of layers, or their ends after a dot; a string is a
-            regular expression for whole names; "all-linear" is all but the output head.
+        targets: as PEFT reads it: names of linear layers and embeddings, or their ends after a
+            dot; a string is a regular expression for whole names; "all-linear" is all linear
+            layers but the output head.
         dropout: the probability with which elements of x are zero in front of A, in training.
         rslora: multiply with ``alpha / sqrt(rank)``.
+        dora: train the lengths of rows of the sums too (DoRA); then one adapter is active at a
+            time.
+        modules_to_save: names of modules, or their ends after a dot, of which the adapter trains
+            a copy, such as an output head; they become :class:`headroom.nn.TrainedCopy`.
         dtype: of A and B. x is not cast to it: they are, to the dtype of x, for each product.
         name: of the adapter, without dots.
 
@@ -53,52 +63,78 @@ def lora(
 
     Raises:
         TypeError: an argument has another type, or a weight is a DTensor.
-        ValueError: an argument is none of the above; a target names no layer; a layer has an
-            adapter of this name, or its weight is that of another module too. Nothing is changed
-            then.
+        ValueError: an argument is none of the above; a name is that of no layer or module; a layer
+            has an adapter of this name, or its weight is that of another module too; or DoRA cannot
+            read the weight. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}, wanted an instance of nn.Module")
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
-    adapter = Adapter(rank, rank if alpha is None else alpha, dropout, rslora)
-    chosen, left = _choose(model, targets)
-    attach(model, dict.fromkeys(chosen, adapter), name, dtype)
-    adapted = []
+    adapter = Adapter(rank, rank if alpha is None else alpha, dropout, rslora, dora)
+    wholes = _named(model, modules_to_save)
+    chosen, left = _choose(model, targets, wholes)
+    attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes)
+    adapted, copied = [], []
     for path in chosen:
         layer: Any = model.get_submodule(path)
-        numel = layer.lora_A[name].weight.numel() + layer.lora_B[name].weight.numel()
+        numel = sum(param.numel() for param in layer.trained(name))
         adapted.append(Adapted(path, type(layer.base_layer).__name__, rank, numel))
-    return LoRAReport(model, adapted, left)
+    for path in wholes:
+        one: Any = model.get_submodule(path)
+        numel = sum(param.numel() for param in one.trained(name))
+        copied.append(Copied(path, type(one.original_module).__name__, numel))
+    return LoRAReport(model, adapted, left, copied)
 
 
-def _choose(model: nn.Module, targets: str | Iterable[str]) -> tuple[list[str], list[Unadapted]]:
+def _named(model: nn.Module, ends: Iterable[str]) -> list[str]:
+    """Returns the names of the modules that have these names, or end so.
+
+    Raises:
+        TypeError: ``ends`` is a string.
+        ValueError: the model has no such module.
+    """
+    if isinstance(ends, str):
+        raise TypeError(f"modules_to_save is {ends!r}, wanted a list of names")
+    found = [path for path, _ in outside(model)]
+    ends = [*ends]
+    for end in ends:
+        if not any(_ends(path, end) for path in found):
+            raise ValueError(f"modules_to_save: the model has no module with the name {end!r}")
+    return [path for path in found if any(_ends(path, end) for end in ends)]
+
+
+def _choose(
+    model: nn.Module, targets: str | Iterable[str], wholes: list[str]
+) -> tuple[list[str], list[Unadapted]]:
     """Returns the names of the layers that targets mean, and the other linear layers.
 
     Raises:
         ValueError: a target names no layer.
     """
-    layers, others = _linears(model)
+    layers, others = _layers(model)
+    linears = {path: one for path, one in layers.items() if takes_adapters(one)}
+    copied = {path for path in layers if any(is_in(path, whole) for whole in wholes)}
+    reason = "it is no target"
     if targets == ALL:
-        answers = heads(model, layers)
-        chosen = [path for path in layers if answers.get(path) != HEAD]
-        reason = HEAD
+        answers, reason = heads(model, linears), HEAD
+        chosen = [path for path in linears if answers.get(path) != HEAD and path not in copied]
     elif isinstance(targets, str):
         chosen = [path for path in layers if re.fullmatch(targets, path)]
-        reason = "it is no target"
     else:
         ends = [*targets]
         for end in ends:
             if not any(_ends(path, end) for path in layers):
-                raise ValueError(f"targets: the model has no linear layer with the name {end!r}")
+                raise ValueError(
+                    f"targets: the model has no linear layer or embedding with the name {end!r}"
+                )
         chosen = [path for path in layers if any(_ends(path, end) for end in ends)]
-        reason = "it is no target"
     if not chosen:
         raise ValueError(f"targets is {targets!r}: {type(model).__name__} has no such linear layer")
     left = [
         Unadapted(path, type(layer).__name__, reason)
-        for path, layer in layers.items()
-        if path not in chosen
+        for path, layer in linears.items()
+        if path not in chosen and path not in copied
     ]
     return chosen, left + others
 
@@ -107,16 +143,12 @@ def _ends(path: str, end: str) -> bool:
     return path == end or path.endswith(f".{end}")
 
 
-def _linears(model: nn.Module) -> tuple[dict[str, nn.Module], list[Unadapted]]:
+def _layers(model: nn.Module) -> tuple[dict[str, nn.Module], list[Unadapted]]:
     """Returns the layers that can have adapters, by name, and linear layers that cannot."""
     layers: dict[str, nn.Module] = {}
-    others, inside = [], set()
-    for path, module in model.named_modules():
-        if module in inside:
-            continue
-        if isinstance(module, LoRALinear):
-            inside |= {*module.modules()}
-        if takes_adapters(module):
+    others = []
+    for path, module in outside(model):
+        if takes_adapters(module) or is_embedding(module):
             layers[path] = module
         elif isinstance(module, nn.Linear):
             reason = "a subclass of Linear, which may use its weight in another way"

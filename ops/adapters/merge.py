@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
-from ..nn.lora import LoRALinear, lora_layers, replace
+from ..nn.lora import LoRAEmbedding, LoRALayer, lora_layers
 from ..nn.quantized import QuantizedLinear, quantized_weight
+from ..nn.switched import replace, switched
+from ..nn.trained_copy import TrainedCopy
 from ..patching.bitsandbytes import Held, is_bitsandbytes
 from ..quantizing.choice import joined, weight_of
 from ..quantizing.quantize import take
@@ -85,7 +88,8 @@ def merge(
     requantize: bool = False,
     keep: bool = True,
 ) -> MergeReport:
-    """Adds the active adapters of a model to its weights, in place: layers become ``nn.Linear``.
+    """Adds the active adapters of a model to its weights, in place: layers become ``nn.Linear`` or
+    embeddings, and modules of which an adapter has trained a copy become that copy.
 
     Sums are in float32, and rounded once. Weights of few bits are decoded: those are what the
     adapters were trained beside. What was is kept, so that :func:`headroom.unmerge` is exact.
@@ -135,6 +139,12 @@ def merge(
                 vars(merged[id(layer)])[KEPT] = layer  # no child: the model shall not have it twice
             found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
             bar.update(1)
+    for path, one in switched(model).items():
+        if isinstance(one, TrainedCopy) and one.added:
+            merged[id(one)] = whole = one.current
+            if keep:
+                vars(whole)[KEPT] = one
+            found.append(Merged(path, type(whole).__name__, one.added, 0.0))
     replace(model, merged)
     describe(model)
     return MergeReport(model, found)
@@ -149,14 +159,15 @@ def unmerge(model: nn.Module) -> nn.Module:
     kept = {id(one): (one, vars(one)[KEPT]) for one in model.modules() if KEPT in vars(one)}
     if not kept:
         raise ValueError(f"{type(model).__name__} has no layer that headroom.merge has kept")
-    for merged, layer in kept.values():
-        layer.to(merged.weight.device).train(merged.training)
-    replace(model, {key: layer for key, (_, layer) in kept.items()})
+    for merged, before in kept.values():
+        del vars(merged)[KEPT]  # a copy that has trained lives on
+        before.to(next(merged.parameters()).device).train(merged.training)
+    replace(model, {key: before for key, (_, before) in kept.items()})
     describe(model)
     return model
 
 
-def _originals(layers: Mapping[str, LoRALinear], files: Files) -> dict[str, Entry]:
+def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry]:
     """Returns where the weights of layers are in files.
 
     Raises:
@@ -179,8 +190,9 @@ def _originals(layers: Mapping[str, LoRALinear], files: Files) -> dict[str, Entr
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """Returns whether a layer is Conv1D of transformers, or was before it was quantized."""
-    return "nf" in vars(layer)
+    """Returns whether a layer is Conv1D of transformers, or was before it was quantized, or is an
+    embedding."""
+    return "nf" in vars(layer) or isinstance(layer, nn.Embedding)
 
 
 def _weight(layer: Any, original: Entry | None) -> Tensor:
@@ -192,40 +204,50 @@ def _weight(layer: Any, original: Entry | None) -> Tensor:
         return layer.dequantize(torch.float32)
     if is_bitsandbytes(layer):
         return dequantize_matrix(Held().matrix(layer), torch.float32)
-    return weight_of(layer)
+    return layer.weight.t() if isinstance(layer, nn.Embedding) else weight_of(layer)
 
 
 def _merged(
-    layer: LoRALinear, weight: Tensor, dtype: torch.dtype | None, again: bool
+    layer: LoRALayer, weight: Tensor, dtype: torch.dtype | None, again: bool
 ) -> tuple[nn.Module, float]:
     """Returns a layer with the sum of a weight and the adapters, and what rounding took of it."""
     base: Any = layer.base_layer
+    is_embedding = isinstance(layer, LoRAEmbedding)
     rows = max(1, PANEL // max(1, layer.in_features))
     panels = [slice(k, k + rows) for k in range(0, layer.out_features, rows)]
-    total = torch.empty(weight.shape, dtype=torch.float32 if again else _dtype(base, dtype))
-    total = total.to(weight.device)
-
-    def exact(panel: slice) -> Tensor:
-        return weight[panel].float() + layer.delta(panel)
-
+    shape = weight.shape[::-1] if is_embedding else weight.shape  # as it lies in memory
+    total = torch.empty(shape, dtype=torch.float32 if again else _dtype(base, dtype))
+    held = total = total.to(weight.device)
+    total = total.t() if is_embedding else total
     for panel in panels:
-        total[panel] = exact(panel)
-    linear: Any = nn.Linear(layer.in_features, layer.out_features, False, "meta")
-    linear.weight = nn.Parameter(total, requires_grad=False)
-    linear.bias = base.bias
-    if base.bias is not None and base.bias.dtype != total.dtype and not again:
-        linear.bias = nn.Parameter(base.bias.detach().to(total.dtype), requires_grad=False)
-    linear.train(layer.training)
+        total[panel] = layer.sum(weight, panel)
+    linear = _with_weight(layer, held, again)
     if again:
         q = quantized_weight(total, base.format, block_size=base.block_size, double=base.nested)
         linear = take(linear, dataclasses.replace(q, dtype=base.weight_dtype))
         total = linear.dequantize(torch.float32)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for panel in panels:
-        squares[0] += (total[panel].double() - exact(panel)).square().sum()
-        squares[1] += layer.delta(panel).double().square().sum()
+        exact = layer.sum(weight, panel)
+        squares[0] += (total[panel].double() - exact).square().sum()
+        squares[1] += (exact.double() - weight[panel].float()).square().sum()
     rounding, added = squares.sqrt().tolist()
     return linear, rounding / added if added else 0.0
+
+
+def _with_weight(layer: LoRALayer, weight: Tensor, again: bool) -> Any:
+    """Returns a layer like the base of another, with a weight as it lies in memory."""
+    base: Any = layer.base_layer
+    made: Any = nn.Linear(layer.in_features, layer.out_features, False, "meta")
+    if isinstance(layer, LoRAEmbedding):
+        made = copy.copy(base)  # of its class, with its padding and its scale
+        made._parameters = dict(base._parameters)
+    else:
+        made.bias = base.bias
+        if base.bias is not None and base.bias.dtype != weight.dtype and not again:
+            made.bias = nn.Parameter(base.bias.detach().to(weight.dtype), requires_grad=False)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made.train(layer.training)
 
 
 def _dtype(base: Any, dtype: torch.dtype | None) -> torch.dtype:

@@ -18,12 +18,27 @@ class Adapted:
         name: of the layer in the model.
         was: the class of its base.
         rank: of the adapter.
-        numel: elements of A and B.
+        numel: elements of A and B, and of the lengths of DoRA.
     """
 
     name: str
     was: str
     rank: int
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """A module of which the adapter has a copy that trains.
+
+    Attributes:
+        name: of the module in the model.
+        was: its class.
+        numel: elements of its parameters.
+    """
+
+    name: str
+    was: str
     numel: int
 
 
@@ -49,14 +64,21 @@ class LoRAReport:
         model: the class of the model.
         adapted: an :class:`Adapted` per layer.
         left: an :class:`Unadapted` per linear layer without the adapter.
+        copied: a :class:`Copied` per module of ``modules_to_save``.
         trained, trained_bytes: elements and bytes of the parameters that train.
         frozen, frozen_bytes: those of all others; the elements are those that are stored, of
             which a byte of 4-bit codes is one.
     """
 
-    def __init__(self, model: nn.Module, adapted: list[Adapted], left: list[Unadapted]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        adapted: list[Adapted],
+        left: list[Unadapted],
+        copied: list[Copied],
+    ) -> None:
         self.model = type(model).__name__
-        self.adapted, self.left = adapted, left
+        self.adapted, self.left, self.copied = adapted, left, copied
         parameters = [*model.parameters()]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = sum(p.numel() for p in trained)
@@ -73,6 +95,7 @@ class LoRAReport:
         for (was, rank), same in grouped(self.adapted, lambda one: (one.was, one.rank)).items():
             numel = sum(one.numel for one in same)
             lines.append(f"  {len(same)} {was} have an adapter of rank {rank}: {numel:,}")
+        lines += [f"  a copy of {one.name} ({one.was}): {one.numel:,}" for one in self.copied]
         for (was, reason), left in grouped(self.left, lambda one: (one.was, one.reason)).items():
             where = left[0].name + (" and others" if len(left) > 1 else "")
             lines.append(f"  left: {len(left)} {was} ({where}): {reason}")

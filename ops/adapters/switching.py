@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..nn.lora import activate, adapter_names, lora_layers
+from ..nn.switched import activate, switched
 
 
 def use_adapters(model: nn.Module, *names: str) -> None:
     """Makes these adapters of a model the ones that are added up and train; all others do neither.
 
     Raises:
-        ValueError: the model has no adapter of a name.
+        ValueError: the model has no adapter of a name; or one of several has DoRA, or a copy of a
+            module of which another has one too. Nothing is changed then.
     """
     for name in names:
         _check(model, name)
@@ -22,31 +23,32 @@ def use_adapters(model: nn.Module, *names: str) -> None:
 
 
 def delete_adapter(model: nn.Module, name: str = "default") -> None:
-    """Removes an adapter from a model. Layers without any go on as :class:`headroom.nn.LoRALinear`.
+    """Removes an adapter from a model, with its copies of modules. Layers without any go on as
+    :class:`headroom.nn.LoRALinear`.
 
     Raises:
         ValueError: the model has no adapter of this name.
     """
     _check(model, name)
-    for layer in lora_layers(model).values():
-        layer.delete_adapter(name)
+    for one in switched(model).values():
+        one.delete_adapter(name)
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Returns a context in which a model computes as it did without adapters, such as the reference
     of a preference loss."""
-    before = [(layer, layer.enabled) for layer in lora_layers(model).values()]
+    before = [(one, one.enabled) for one in switched(model).values()]
     try:
-        for layer, _ in before:
-            layer.enabled = False
+        for one, _ in before:
+            one.enabled = False
         yield
     finally:
-        for layer, enabled in before:
-            layer.enabled = enabled
+        for one, enabled in before:
+            one.enabled = enabled
 
 
 def _check(model: nn.Module, name: str) -> None:
-    names = adapter_names(model)
+    names = [*dict.fromkeys(each for one in switched(model).values() for each in one.names)]
     if name not in names:
         raise ValueError(f"the model has no adapter {name!r}; it has {names}")

@@ -1,5 +1,6 @@
 """Says what Headroom runs on here: versions, devices, instruction sets, limits of memory, and what
-is missing with how to get it. Never fails: what is broken or absent becomes a line.
+is missing with how to get it; and, where a loader is given, which settings it should have. Never
+fails: what is broken or absent becomes a line.
 
 This file imports nothing but the standard library until it runs, and nothing of the package by
 name, so that it also works where ``import headroom`` does not.
@@ -14,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pkgutil
 import platform
 import re
 import sys
@@ -43,19 +45,47 @@ class Finding(NamedTuple):
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--loader",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns a DataLoader, or one and its step: a function of a batch, or "
+        "seconds; it is measured for some seconds",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = examine()
+    findings, advice = examine(), None
+    if options.loader is not None:
+        try:
+            advice = _advice(options.loader)
+        except Exception as error:  # of any type: the function is the user's
+            why = f"--loader is {options.loader!r}: {_short(error)}"
+            findings.append(Finding("loader", "error", why, BROKEN, "wanted module:function"))
     if options.json:
         rows = [finding._asdict() for finding in findings]
         broken = sum(finding.status == BROKEN for finding in findings)
         found = {"format": "headroom.doctor/1", "broken": broken, "findings": rows}
+        if advice is not None:
+            found["loader"] = advice.as_dict()
         print(json.dumps(found, indent=2))
     else:
         print(table(findings))
+        if advice is not None:
+            print(f"\nloader\n{advice}")
     return 0
+
+
+def _advice(name: str) -> Any:
+    """Returns the advice on the loader that a function of the user's makes."""
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = pkgutil.resolve_name(name)()
+    finally:
+        sys.path[:] = path
+    data = importlib.import_module("headroom.data")
+    return data.advise(*made) if isinstance(made, tuple) else data.advise(made)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,6 +203,13 @@ def _library() -> Iterator[Finding]:
 
 def _devices(root: Path) -> Iterator[Finding]:
     yield Finding("devices", "CPU", f"{_cpu_name(root)}, {_cores()} cores for this process")
+    try:
+        quota = _own("cgroups").cgroup_cpus(root)
+    except (OSError, ImportError, AttributeError):  # the part "memory" says so
+        quota = None
+    if quota is not None and quota < _cores():
+        advice = "more threads and workers of loaders than that wait for each other"
+        yield Finding("devices", "quota of the cgroup", f"{quota:.4g} processors", NOTE, advice)
     driver = _driver(root)
     yield driver
     torch = _imported("torch")

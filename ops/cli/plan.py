@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-from .._core.atomic import replacing
+from .._core.atomic import write_json
 from ..planning import Plan, plan
 from .arguments import count
 from .output import print_json
@@ -30,8 +28,7 @@ def run(options: argparse.Namespace) -> int:
     arguments, keywords = setup_of(options)
     found = plan(*arguments, **keywords)
     if options.out is not None:
-        with replacing(options.out) as file, os.fdopen(os.dup(file), "w") as stream:
-            json.dump(found.to_json(), stream, separators=(",", ":"))
+        write_json(options.out, found.to_json())
     advice = found.advice(options.advice) if options.advice > 0 else []
     if options.json:
         print_json(described(found) | {"advice": [str(one) for one in advice]})

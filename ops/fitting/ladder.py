@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.atomic import replacing
+from .._core.atomic import write_json
 from .._core.frontier_chart import Series, draw_frontier, telling
 from .._core.sizes import format_bytes
 from .._core.text import shortened
@@ -159,8 +158,7 @@ class Ladder:
         Raises:
             OSError: the file cannot be written; what was there before stays.
         """
-        with replacing(path) as file, os.fdopen(os.dup(file), "w") as stream:
-            json.dump(self.to_json(), stream, indent=1)
+        write_json(path, self.to_json(), indent=1)
 
     def png(self, path: str | os.PathLike[str], *others: Series) -> None:
         """Draws the frontier, beside other points where there are some.

@@ -12,18 +12,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .._core.ranks import world_size
+
 _Value = TypeVar("_Value")
 
 
 class RankError(RuntimeError):
     """Another rank has raised."""
-
-
-def world_size(group: Any = None) -> int:
-    """Returns the number of ranks of a process group; 1 where there are no processes."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(group)
 
 
 def gathered(compute: Callable[[], _Value], *, group: Any = None) -> list[_Value]:

@@ -22,6 +22,7 @@ from .glu import glu
 from .linear import linear
 from .linear_quantized import linear_quantized
 from .lora import lora_linear, lora_norms
+from .momentum import lion_, sgd_
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
 from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
@@ -48,6 +49,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_quantized",
+    "lion_",
     "lora_linear",
     "lora_norms",
     "quantize_blocks",
@@ -55,6 +57,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_tables",
+    "sgd_",
     "split_weights_",
     "unscale_norm_",
     "update_scale_",

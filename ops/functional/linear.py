@@ -12,7 +12,9 @@ from .._core.surroundings import takes_ops
 from .gemm import gemm
 
 # The dtypes that torch has no fast product for on this processor.
-SLOW_ON_CPU = {d for d in FLOATS if not torch.ops.headroom.lends_product(d)}
+SLOW_ON_CPU = {
+    d for d in (torch.bfloat16, torch.float16) if not torch.ops.headroom.lends_product(d)
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

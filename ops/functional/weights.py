@@ -40,11 +40,14 @@ def check_step(
     state_steps: list[Tensor],
     residuals: list[Tensor],
     options: dict[str, Any],
+    counts: bool = True,
 ) -> None:
-    """Checks the arguments that the ops of all optimizers take, in their fakes."""
+    """Checks the arguments that the ops of all optimizers take, in their fakes; ``counts`` says
+    whether there must be counters."""
     check_list("params", params, params, FLOATS)
     check_list("grads", grads, params, FLOATS)
-    check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
+    counted = params if counts else []
+    check_list("state_steps", state_steps, counted, COUNTERS, [1] * len(counted))
     check_scalars(options, params)
     _check_weights(params, residuals, options)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._core.fsdp import fsdp_class
+from .._core.ranks import fsdp_class, world_size
 
 LOCAL = "local"
 
@@ -95,10 +95,10 @@ class Ranks:
         """Raises if there are several ranks and nothing tells how their gradients are reduced."""
         if self._given is not None or self.ddp is not None or self.averages:
             return
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if world_size() == 1:
             return
         raise RuntimeError(
-            f"{dist.get_world_size()} ranks train, and nothing says how their gradients are "
+            f"{world_size()} ranks train, and nothing says how their gradients are "
             f"reduced{more}. Give the accumulator the wrapped module, GradAccumulator(ddp_model), "
             "or make it after fully_shard(model); or give process_group=, the ranks over which "
             "finish() adds up gradients that nothing else reduces; or process_group='local' if "

@@ -135,7 +135,7 @@ def measured(engine: Engine, device: torch.device) -> Link:
     def seconds(queues: Sequence[str], size: int, times: int) -> float:
         """Returns how long copies take until those of the first queue have ended."""
 
-        def once() -> float:
+        def timed() -> float:
             engine.sync(engine.mark())
             start = time.perf_counter()
             tickets = [[copied(queue, size) for queue in queues] for _ in range(times)][-1]
@@ -145,8 +145,8 @@ def measured(engine: Engine, device: torch.device) -> Link:
                 engine.sync(ticket)
             return taken
 
-        once()
-        return statistics.median(once() for _ in range(5)) / times
+        timed()
+        return statistics.median(timed() for _ in range(5)) / times
 
     latency = max(seconds([queue], SMALL, 32) for queue in sides)
     alone = {queue: seconds([queue], PIECE, 3) - latency for queue in sides}

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.ranks import world_size
 from .._core.sizes import format_bytes, parse_bytes
 from ..fitting import Fitted
 from ..fitting.api import fit_step
 from ..fitting.choice import Choice
-from ..fitting.ranks import RankError, together, world_size
+from ..fitting.ranks import RankError, together
 from ..nn.quantized import QuantizedLinear
 from ..step.description import Step
 from ..step.errors import PlanError

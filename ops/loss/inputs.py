@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from .._core.checks import check_choice
 from .._core.rows import constant_factors
 from .._core.surroundings import is_plain
+from ..functional.cross_entropy import REDUCTIONS
 
 
 def whole_layer(
@@ -19,6 +23,20 @@ def whole_layer(
 
     whole_bias = None if bias is None else gathered(bias, hidden.dtype)
     return hidden, gathered(weight, hidden.dtype), whole_bias
+
+
+def check_names(
+    reduction: str, denominator: Any, empty: str, stats: Any, known: tuple[str, ...]
+) -> None:
+    """Refuses how losses of rows become one, and names of statistics that are not ``known``."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    if reduction == "none" and denominator is not None:
+        raise ValueError(
+            "denominator is given, but reduction is 'none'; divide the losses yourself"
+        )
+    check_choice("empty", empty, ("nan", "zero"))
+    if isinstance(stats, str) or any(name not in known for name in stats):
+        raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(known)}")
 
 
 def token_factors(factors: Tensor | None, target: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
 from ..functional.quantize_matrix import QuantizedMatrix
-from .inputs import token_factors, whole_layer
+from .inputs import check_names, token_factors, whole_layer
 
 _backward_ = by_name("linear_cross_entropy_backward_")
 STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
@@ -124,7 +124,8 @@ def linear_cross_entropy(
     check_tensors(hidden=hidden, target=target)
     if not isinstance(weight, QuantizedMatrix):
         check_tensors(weight=weight)
-    _check_names(reduction, denominator, empty, mode, stats)
+    check_names(reduction, denominator, empty, stats, STATS)
+    check_choice("mode", mode, ops.MODES)
     check_flags(
         shift=shift,
         accumulate_into_grad=accumulate_into_grad,
@@ -193,20 +194,6 @@ def _workspace(workspace: int | str | None) -> int:
     if size < 1:
         raise ValueError(f"workspace is {workspace!r}, wanted 1 byte or more, or None")
     return size
-
-
-def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats: Any) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}, wanted none, mean or sum")
-    if reduction == "none" and denominator is not None:
-        raise ValueError(
-            "denominator is given, but reduction is 'none'; divide the losses yourself"
-        )
-    if empty not in ("nan", "zero"):
-        raise ValueError(f"empty is {empty!r}, wanted nan or zero")
-    check_choice("mode", mode, ops.MODES)
-    if isinstance(stats, str) or any(name not in STATS for name in stats):
-        raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
 
 
 def _check_grads_can_be_written() -> None:

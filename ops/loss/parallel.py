@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._core.dtensor import first_row
 from .._core.rows import autocast, check_tensors, constant_factors
-from ..functional.cross_entropy import REDUCTIONS
 from ..functional.linear_cross_entropy import PART, Options, call, gradients, joined
-from .inputs import token_factors
+from .inputs import check_names, token_factors
 
 __all__ = ["parallel_linear_cross_entropy"]
 
@@ -87,16 +86,7 @@ def parallel_linear_cross_entropy(
         ValueError: an option is none of those above, or a DTensor is placed in another way.
         RuntimeError: an argument does not fit. On the CPU also if a target is no class.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
-    if empty not in ("nan", "zero"):
-        raise ValueError(f"empty is {empty!r}, wanted nan or zero")
-    if isinstance(stats, str) or any(name not in STATS for name in stats):
-        raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
-    if reduction == "none" and denominator is not None:
-        raise ValueError(
-            "denominator is given, but reduction is 'none'; divide the losses yourself"
-        )
+    check_names(reduction, denominator, empty, stats, STATS)
     check_tensors(hidden=hidden, weight=weight, target=target)
     class_weight = constant_factors(class_weight, "class_weight")
     token_weight = token_factors(token_weight, target)

@@ -14,9 +14,7 @@ from torch import nn
 from .._core.grouping import grouped
 from .._core.sizes import format_bytes, parse_bytes
 from .events import Allocation, Timeline
-from .stream import resolve
-from .track import Tracked, checked, device_of, recorder_of
-from .watch import Watch
+from .track import Tracked, checked, device_of
 
 __all__ = [
     "GrowthError",
@@ -173,33 +171,17 @@ def assert_no_growth(
             return run
 
         return decorator
-    timeline = _repeated(step, warmup + steps, torch.device(device))
+    with Tracked(nn.Module(), [], torch.device(device), None, True) as tracked:
+        for _ in range(warmup + steps):
+            tracked.watch.begin_step()
+            _ran(step)
     # The last step's may be freed by the next, as those of each step before were.
-    left = [
-        a for a in timeline.allocations if a.end is None and warmup <= a.step < warmup + steps - 1
-    ]
+    compared, found = range(warmup, warmup + steps - 1), tracked.timeline.allocations
+    left = [a for a in found if a.end is None and a.step in compared]
     per_step = sum(a.bytes for a in left) / (steps - 1)
     if per_step > parse_bytes(tolerance, "tolerance"):
         raise GrowthError(_growth(left, per_step, steps - 1), left)
     return None
-
-
-def _repeated(step: Callable[[], Any], steps: int, device: torch.device) -> Timeline:
-    recorder = recorder_of(device)
-    watch = Watch(nn.Module(), [], device, recorder.mark)
-    watch.install()
-    try:
-        recorder.start()
-        try:
-            for _ in range(steps):
-                watch.begin_step()
-                _ran(step)
-            watch.catch_up()
-        finally:
-            recorder.stop()
-    finally:
-        watch.remove()
-    return resolve([], recorder.events(watch.modules), watch.notes, str(device))
 
 
 def _growth(left: list[Allocation], per_step: float, steps: int) -> str:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from os import PathLike
 from typing import Any, NamedTuple
 
+from .._core.atomic import write_json
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 
@@ -313,9 +314,8 @@ class Timeline:
         return cls(allocations, spans, value["device"], notes, host, link_bytes)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the timeline as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, separators=(",", ":"))
+        """Writes the timeline as JSON; the file changes only once all of it is written."""
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Timeline:

@@ -8,13 +8,14 @@ from .block import LAYOUTS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear
-from .lora import Adapter, LoRALinear
+from .lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 from .pattern import Pattern, attention_pattern
 from .quantized import Linear4bit, Linear8bit
 from .steps import LEVELS
+from .trained_copy import TrainedCopy
 from .transformer import Embedding, Transformer
 
 __all__ = [
@@ -29,11 +30,14 @@ __all__ = [
     "Linear4bit",
     "Linear8bit",
     "LinearCrossEntropyLoss",
+    "LoRAEmbedding",
+    "LoRALayer",
     "LoRALinear",
     "MLP",
     "Pattern",
     "RMSNorm",
     "Rotation",
+    "TrainedCopy",
     "Transformer",
     "TransformerConfig",
     "attention_pattern",

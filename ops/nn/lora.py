@@ -1,16 +1,15 @@
-"""Linear layers with low-rank adapters beside a frozen weight."""
+"""Linear layers and embeddings with low-rank adapters beside a frozen weight."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .._core.checks import check_count, check_flags, check_number
 from .._core.grouping import grouped
@@ -19,9 +18,11 @@ from .._core.surroundings import takes_ops
 from ..functional.linear import linear
 from ..functional.lora import lora_linear
 from ..functional.quantize_matrix import QuantizedMatrix
+from .dora import Magnitude, dora_linear, row_factors, row_norms, scale_columns
 from .fused import is_known, known
 from .linear import Linear
 from .quantized import QuantizedLinear
+from .switched import Switched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Adapter:
         alpha: what B A is multiplied with, times the rank, or its root with ``rslora``.
         dropout: the probability with which elements of x are zero in front of A, in training.
         rslora: whether ``scale`` is that of rsLoRA (Kalajdzievski, arXiv:2312.03732).
+        dora: whether rows of the sum of weight and adapter have lengths that are trained (DoRA, Liu
+            et al., arXiv:2402.09353).
 
     Raises:
         TypeError: one of them has another type.
@@ -43,12 +46,13 @@ class Adapter:
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, 1)
         check_number("alpha", self.alpha)
         check_number("dropout", self.dropout)
-        check_flags(rslora=self.rslora)
+        check_flags(rslora=self.rslora, dora=self.dora)
         if not math.isfinite(self.alpha):
             raise ValueError(f"alpha is {self.alpha}, wanted a finite number")
         if not 0 <= self.dropout < 1:
@@ -60,31 +64,19 @@ class Adapter:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-class LoRALinear(nn.Module):
-    """A linear layer with adapters: ``base_layer(x) + sum of scale * B A dropout(x)`` (Hu et al.,
-    arXiv:2106.09685).
-
-    A and B may be wider than x: their products are in the dtype of x, or of autocast, and their
-    gradients in their own. Names of parameters are those of PEFT: ``lora_A.default.weight``
-    ``[rank, in]``, ``lora_B.default.weight`` ``[out, rank]``, and ``base_layer.weight``.
-
-    Args:
-        base_layer: ``nn.Linear``, :class:`Linear4bit`, :class:`Linear8bit`, or another module that
-            multiplies its input with a matrix; it is called as it is.
+class LoRALayer(Switched):
+    """A layer with adapters, which may be added to its weight ``[out, in]``.
 
     Attributes:
+        base_layer: the layer, which stays as it is.
         adapters: the :class:`Adapter` of each name.
-        active: names of the adapters that are added up.
-        enabled: whether any is.
     """
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        self.lora_magnitude_vector = nn.ModuleDict()
         self.adapters: dict[str, Adapter] = {}
-        self.active: tuple[str, ...] = ()
-        self.enabled = True
         self.train(base_layer.training)
 
     @property
@@ -101,53 +93,146 @@ class LoRALinear(nn.Module):
         return self.base_layer.weight
 
     @property
-    def bias(self) -> Any:
-        return self.base_layer.bias
+    def names(self) -> list[str]:
+        return [*self.adapters]
 
-    @property
-    def added(self) -> tuple[str, ...]:
-        """Returns the names of the adapters that a call adds up."""
-        return self.active if self.enabled else ()
+    def checked(self, names: Iterable[str]) -> tuple[str, ...]:
+        names = super().checked(names)
+        if len(names) > 1 and any(self.adapters[name].dora for name in names):
+            raise ValueError(
+                f"{[*names]} cannot be added up, because one has DoRA, which is no sum: use one of "
+                "them, or merge one first"
+            )
+        return names
 
-    @property
-    def draws(self) -> bool:
-        """Returns whether a call may draw random numbers."""
-        return not is_known(self.base_layer) or any(map(self._dropout, self.added))
+    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """Returns A, ``[rank, in]``, and B, ``[out, rank]``, of an adapter."""
+        raise NotImplementedError
+
+    def magnitude(self, name: str) -> nn.Parameter | None:
+        """Returns the lengths of rows, ``[out]``, of an adapter; None if it does not have DoRA."""
+        held: Any = self.lora_magnitude_vector
+        return held[name].weight if name in held else None
+
+    def trained(self, name: str) -> list[nn.Parameter]:
+        lengths = self.magnitude(name)
+        return [*self.matrices(name), *([] if lengths is None else [lengths])]
 
     def add_adapter(
         self, name: str, adapter: Adapter, dtype: torch.dtype | None = torch.float32
     ) -> None:
-        """Adds an adapter whose product is zero, and which is not active yet: A as ``nn.Linear``
-        initializes its weight, B zeros.
+        """Adds an adapter whose product is zero, and which is not active yet.
 
         Raises:
-            ValueError: there is one of this name.
+            ValueError: there is one of this name; or DoRA cannot read the weight.
         """
         if name in self.adapters:
             raise ValueError(f"there is an adapter {name!r} already")
-        options: Any = {"bias": False, "device": self.weight.device, "dtype": dtype}
-        self.lora_A[name] = nn.Linear(self.in_features, adapter.rank, **options)
-        self.lora_B[name] = nn.Linear(adapter.rank, self.out_features, **options)
-        nn.init.zeros_(self.lora_B[name].weight)
+        self._add_matrices(name, adapter.rank, {"device": self.weight.device, "dtype": dtype})
+        if adapter.dora:
+            norms = row_norms(self.base_matrix(), *self.matrices(name), adapter.scale)
+            self.lora_magnitude_vector[name] = Magnitude(norms.to(dtype or norms.dtype))
         self.adapters[name] = adapter
 
     def delete_adapter(self, name: str) -> None:
         """Removes an adapter of this name, if there is one."""
+        super().delete_adapter(name)
         if self.adapters.pop(name, None) is not None:
-            del self.lora_A[name], self.lora_B[name]
-            self.active = tuple(other for other in self.active if other != name)
+            for parts in (*self._parts(), self.lora_magnitude_vector):
+                if name in parts:
+                    del parts[name]
 
     def delta(self, rows: slice = slice(None)) -> Tensor:
         """Returns the sum of the ``added`` adapters' matrices in float32, ``[out, in]``, or some
         rows of it."""
         total = torch.zeros((1, 1), device=self.weight.device)
         for name in self.added:
-            a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
-            total = total + b[rows].float() @ a.float() * self.adapters[name].scale
+            a, b = (each.detach().float() for each in self.matrices(name))
+            total = total + b[rows] @ a * self.adapters[name].scale
         return total
 
+    def sum(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Returns what a weight ``[out, in]`` and the ``added`` adapters are together, in float32,
+        or some rows of it."""
+        total = weight[rows].float() + self.delta(rows)
+        for name in self.added:
+            if (lengths := self.magnitude(name)) is not None:
+                norms = torch.linalg.vector_norm(total, dim=1)
+                total = total * row_factors(lengths.detach()[rows], norms).unsqueeze(1)
+        return total
+
+    def _add_matrices(self, name: str, rank: int, options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _parts(self) -> tuple[Any, ...]:
+        """Returns what holds A and B by name."""
+        raise NotImplementedError
+
+    def base_matrix(self) -> Tensor | QuantizedMatrix:
+        """Returns the matrix of the base, ``[out, in]``, whose rows DoRA measures.
+
+        Raises:
+            ValueError: bitsandbytes holds it.
+        """
+        if isinstance(self.base_layer, QuantizedLinear):
+            return self.base_layer.matrix
+        if _library(self.base_layer) == "bitsandbytes":
+            raise ValueError(
+                "its weight is in bits of bitsandbytes, of which DoRA cannot know the norms: "
+                "quantize the model by headroom.quantize, or let PEFT add the adapter and call "
+                "headroom.patch"
+            )
+        return self.weight if hasattr(self.base_layer, "in_features") else self.weight.t()
+
+    def extra_repr(self) -> str:
+        numbers = (f"{name}: rank={one.rank}" for name, one in self.adapters.items())
+        return f"{', '.join(numbers)}, active={[*self.active]}"
+
+
+class LoRALinear(LoRALayer):
+    """A linear layer with adapters: ``base_layer(x) + sum of scale * B A dropout(x)`` (Hu et al.,
+    arXiv:2106.09685).
+
+    With DoRA, of which one adapter is active at a time, columns of what is in front of the bias
+    are multiplied with ``magnitude / |W + scale * B A|``, the norms of its rows
+    (arXiv:2402.09353); a new adapter has those of ``W``.
+
+    A and B may be wider than x: their products are in the dtype of x, or of autocast, and their
+    gradients in their own. Names of parameters are those of PEFT: ``lora_A.default.weight``
+    ``[rank, in]``, ``lora_B.default.weight`` ``[out, rank]``,
+    ``lora_magnitude_vector.default.weight`` ``[out]``, and ``base_layer.weight``.
+
+    Args:
+        base_layer: ``nn.Linear``, :class:`Linear4bit`, :class:`Linear8bit`, or another module that
+            multiplies its input with a matrix; it is called as it is.
+
+    Attributes:
+        adapters: the :class:`Adapter` of each name.
+        active: names of the adapters that are added up.
+        enabled: whether any is.
+    """
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+
+    @property
+    def bias(self) -> Any:
+        return self.base_layer.bias
+
+    @property
+    def draws(self) -> bool:
+        """Returns whether a call may draw random numbers."""
+        return not is_known(self.base_layer) or any(map(self._dropout, self.added))
+
+    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return a, b
+
     def forward(self, input: Tensor) -> Tensor:
-        y = None
+        y, names = None, self.added
+        if names and self.adapters[names[0]].dora:
+            return self._with_lengths(input, names[0])
         for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
             a, b, scale = self._joined(names)
@@ -161,39 +246,141 @@ class LoRALinear(nn.Module):
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
         return self.base_layer(input) if y is None else y
 
+    def _with_lengths(self, input: Tensor, name: str) -> Tensor:
+        """Returns the result with an adapter that has DoRA."""
+        (a, b), lengths = self.matrices(name), self.magnitude(name)
+        weight = readable_matrix(self.base_layer, input, a, b)
+        assert lengths is not None
+        return dora_linear(
+            self.base_layer,
+            self.base_matrix() if weight is None else weight,
+            input,
+            a,
+            b,
+            lengths,
+            scale=self.adapters[name].scale,
+            dropout=self._dropout(name),
+            fused=weight is not None,
+        )
+
+    def _add_matrices(self, name: str, rank: int, options: dict[str, Any]) -> None:
+        # A as nn.Linear initializes its weight.
+        self.lora_A[name] = nn.Linear(self.in_features, rank, bias=False, **options)
+        self.lora_B[name] = nn.Linear(rank, self.out_features, bias=False, **options)
+        nn.init.zeros_(self.lora_B[name].weight)
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.lora_A, self.lora_B
+
     def _dropout(self, name: str) -> float:
         return self.adapters[name].dropout if self.training else 0.0
 
     def _joined(self, names: list[str]) -> tuple[Tensor, Tensor, float]:
         """Returns A, B and the scale of one adapter, or of the sum of several."""
-        a = [self.lora_A[name].weight for name in names]
-        b = [self.lora_B[name].weight for name in names]
-        scales = [self.adapters[name].scale for name in names]
-        if len(names) == 1:
-            return a[0], b[0], scales[0]
-        scaled = [one * scale for one, scale in zip(b, scales)]
-        return torch.cat(a), torch.cat(scaled, dim=1), 1.0
+        return joined([(*self.matrices(name), self.adapters[name].scale) for name in names])
 
-    def extra_repr(self) -> str:
-        numbers = (f"{name}: rank={one.rank}" for name, one in self.adapters.items())
-        return f"{', '.join(numbers)}, active={[*self.active]}"
+
+class LoRAEmbedding(LoRALayer):
+    """An embedding with adapters: ``base_layer(ids) + sum of scale * (B A)[:, ids]``, for a weight
+    that is ``[vocabulary, dim]``. As in PEFT there is no dropout, and DoRA trains a length per
+    dimension, not per token.
+
+    Names of parameters are those of PEFT: ``lora_embedding_A.default`` ``[rank, vocabulary]``,
+    ``lora_embedding_B.default`` ``[dim, rank]``, and ``base_layer.weight``.
+
+    Args:
+        base_layer: ``nn.Embedding``, or one of transformers that multiplies with ``embed_scale``,
+            which is then a factor of the adapters too.
+
+    Attributes:
+        adapters, active, enabled: as of :class:`LoRALinear`.
+    """
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.lora_embedding_A, self.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.in_features
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.out_features
+
+    @property
+    def padding_idx(self) -> Any:
+        return self.base_layer.padding_idx
+
+    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.lora_embedding_A[name], self.lora_embedding_B[name]
+
+    def forward(self, input: Tensor) -> Tensor:
+        base: Any = self.base_layer
+        y, lengths, total = base(input), None, None
+        for name in self.added:
+            (a, b), lengths = self.matrices(name), self.magnitude(name)
+            t = F.embedding(
+                input, a.t(), base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq
+            )
+            product = linear(t * self.adapters[name].scale, b)
+            total = product if total is None else total + product
+        if total is None:
+            return y
+        scale = getattr(base, "embed_scale", None)
+        total = total if scale is None else total * scale
+        y = (y + total).to(y.dtype)
+        if lengths is None:
+            return y
+        norms = row_norms(self.base_matrix(), a, b, self.adapters[name].scale)
+        return scale_columns(y, row_factors(lengths, norms))
+
+    def _add_matrices(self, name: str, rank: int, options: dict[str, Any]) -> None:
+        a = torch.zeros((rank, self.in_features), **options)
+        b = torch.empty((self.out_features, rank), **options)
+        self.lora_embedding_A[name] = nn.Parameter(a)
+        self.lora_embedding_B[name] = nn.Parameter(nn.init.normal_(b))
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.lora_embedding_A, self.lora_embedding_B
 
 
 known.add(LoRALinear)
+
+
+def joined(adapters: list[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor, float]:
+    """Returns A, B and the scale of an adapter that is the sum of some, or is the only one."""
+    if len(adapters) == 1:
+        return adapters[0]
+    scaled = [b * scale for _, b, scale in adapters]
+    return torch.cat([a for a, _, _ in adapters]), torch.cat(scaled, dim=1), 1.0
 
 
 def takes_adapters(module: nn.Module) -> bool:
     """Returns whether a module is a linear layer that may have adapters, or has some: of torch, of
     Headroom, Conv1D of transformers, or of bitsandbytes. Other subclasses may compute, or be used,
     in other ways."""
-    kind = type(module)
-    library = kind.__module__.partition(".")[0]
+    kind, library = type(module), _library(module)
     return (
         isinstance(module, (LoRALinear, QuantizedLinear))
         or kind in (nn.Linear, Linear)
         or (library == "transformers" and kind.__name__ == "Conv1D")
         or (library == "bitsandbytes" and isinstance(module, nn.Linear))
     )
+
+
+def _library(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Returns whether a module is an embedding that may have adapters, or has some."""
+    if isinstance(module, LoRAEmbedding):
+        return True
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+        return False
+    is_scaled = _library(module) == "transformers" and hasattr(module, "embed_scale")
+    return type(module) is nn.Embedding or is_scaled
 
 
 def readable_matrix(
@@ -221,89 +408,6 @@ def features_of(layer: Any) -> tuple[int, int]:
     return layer.weight.shape[0], layer.weight.shape[1]  # transposed
 
 
-# ---- all layers of a model -----------------------------------------------------------------------
-
-
-def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
     """Returns the layers of a model that have adapters, by their names."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, LoRALinear)}
-
-
-def adapter_names(model: nn.Module) -> list[str]:
-    """Returns the names of all adapters of a model."""
-    return [*dict.fromkeys(name for one in lora_layers(model).values() for name in one.adapters)]
-
-
-def attach(
-    model: nn.Module, wanted: Mapping[str, Adapter], name: str, dtype: torch.dtype | None
-) -> None:
-    """Adds an adapter to layers of a model, which become :class:`LoRALinear` if they are none. The
-    adapter is the only one that is active, and all else is frozen.
-
-    Args:
-        model: holds the layers.
-        wanted: the numbers of the adapter for each layer, by the name of the layer.
-        name: of the adapter.
-        dtype: of A and B.
-
-    Raises:
-        TypeError: a weight is a DTensor.
-        ValueError: the name is taken or none, a weight is that of another module too, or the model
-            is itself such a layer. Nothing is changed then.
-    """
-    if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
-        raise ValueError(f"name is {name!r}, wanted one that a module may have, without a dot")
-    layers = {path: model.get_submodule(path) for path in wanted}
-    if "" in layers:
-        raise ValueError("the model is itself the layer: give a module that holds it")
-    for path, layer in layers.items():
-        if isinstance(layer, LoRALinear) and name in layer.adapters:
-            raise ValueError(f"'{path}' has an adapter {name!r} already")
-        if isinstance(layer.weight, DTensor):
-            raise TypeError(f"'{path}.weight' is a DTensor: add adapters before fully_shard()")
-    _refuse_shared(model, layers)
-    plain = {path: one for path, one in layers.items() if not isinstance(one, LoRALinear)}
-    swapped = {path: LoRALinear(one) for path, one in plain.items()}
-    replace(model, {id(one): swapped[path] for path, one in plain.items()})
-    for path, adapter in wanted.items():
-        layer = swapped.get(path, layers[path])
-        assert isinstance(layer, LoRALinear)
-        layer.add_adapter(name, adapter, dtype)
-    for param in model.parameters():
-        param.requires_grad_(False)
-    activate(model, [name])
-
-
-def activate(model: nn.Module, names: Iterable[str]) -> None:
-    """Makes these adapters active and lets them train; others are neither."""
-    for layer in lora_layers(model).values():
-        layer.active = tuple(name for name in names if name in layer.adapters)
-        for name in layer.adapters:
-            layer.lora_A[name].requires_grad_(name in layer.active)
-            layer.lora_B[name].requires_grad_(name in layer.active)
-
-
-def replace(model: nn.Module, others: Mapping[int, nn.Module]) -> None:
-    """Puts modules in the places of others, which are given by their ids, wherever they are held
-    as children."""
-    for parent in [*model.modules()]:
-        for key, child in parent._modules.items():
-            if id(child) in others:
-                parent._modules[key] = others[id(child)]
-
-
-def _refuse_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raises where the weight of a layer is that of another module too, which would not have the
-    adapter."""
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        if isinstance(weight := module._parameters.get("weight"), Tensor):
-            owners.setdefault(id(weight), []).append((path, module))
-    for path, layer in layers.items():
-        # A weight that weight_norm or pruning computes is no parameter.
-        others = [name for name, one in owners.get(id(layer.weight), ()) if one is not layer]
-        if others and not isinstance(layer, LoRALinear):
-            raise ValueError(
-                f"'{path}' and '{others[0]}' have the same weight, and an adapter would be that of "
-                "the first alone: leave it out, or untie them"
-            )
+    return {name: one for name, one in model.named_modules() if isinstance(one, LoRALayer)}

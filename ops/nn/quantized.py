@@ -98,6 +98,11 @@ class QuantizedLinear(nn.Linear):
             self.nested,
         )
 
+    @property
+    def W_q(self) -> nn.Parameter:
+        """Returns the codes. By this name PEFT finds :meth:`dequantize`, which DoRA needs."""
+        return self.weight
+
     forward = quantized_linear_forward
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 from .pattern import Pattern, attention_pattern, packed_positions
 from .steps import levels_for_all
+from .trained_copy import called
 
 
 def _norm(config: TransformerConfig, size: int, options: dict[str, Any]) -> nn.Module:
@@ -216,7 +217,7 @@ class Transformer(nn.Module):
             _, positions = packed_positions(cu_seqlens.to(labels.device), labels.shape[-1])
             labels = labels.masked_fill(positions == 0, options.get("ignore_index", -100))
         options = {"shift": self.config.causal} | dict(options)
-        return language_model_loss(x, self.head, labels, **options)
+        return language_model_loss(x, called(self.head), labels, **options)
 
     def _rows(self, position_ids: Tensor) -> int:
         """Returns how many positions there may be."""

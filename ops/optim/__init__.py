@@ -11,6 +11,8 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
+from .momentum import SGD, Lion
+from .momentum8bit import Lion8bit, SGD8bit
 from .paging import OffloadHandle
 from .paging.api import offload
 
@@ -23,8 +25,12 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Lion",
+    "Lion8bit",
     "OffloadHandle",
     "Optimizer",
+    "SGD",
+    "SGD8bit",
     "StateMemory",
     "load_master_weights",
     "master_weights",

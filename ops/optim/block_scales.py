@@ -10,7 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.dtensor import sharded_dim
 
-ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")  # their names in the state
+
+def absmax_of(name: str) -> str:
+    """Returns the name in a state of the scales of a moment."""
+    return f"{name}_absmax"
+
+
+ABSMAXS = tuple(map(absmax_of, ("exp_avg", "exp_avg_sq", "momentum_buffer")))
 
 
 def zero_absmaxs(param: Tensor, block_size: int) -> Tensor:

@@ -57,24 +57,36 @@ class LateCounts:
         self._pending.clear()
 
 
-class SkippedSteps:
-    """Counts skipped steps on each device. The counts reach the host late."""
+class DeviceCounts:
+    """Keeps counts on each device, of which the first is of all."""
+
+    _shape: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}  # all skipped, and in a row up to now
-        self._late = LateCounts()
-        self._unseen = 0  # steps since a count was last sent to the host
-        self._warned: set[str] = set()  # the occasions of warnings
+        self._counts: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the counts on a device, made at the first call."""
         if device not in self._counts:
-            self._counts[device] = torch.zeros(2, dtype=torch.int64, device=device)
+            self._counts[device] = torch.zeros(self._shape, dtype=torch.int64, device=device)
         return self._counts[device]
 
     def total(self) -> int:
-        """Returns the number of skipped steps. Waits for the device."""
-        return sum(int(counts[0]) for counts in self._counts.values())
+        """Returns the sum over the devices. Waits for them."""
+        return sum(int(counts.view(-1)[0]) for counts in self._counts.values())
+
+
+class SkippedSteps(DeviceCounts):
+    """Counts skipped steps on each device: all, and those in a row up to now. The counts reach the
+    host late."""
+
+    _shape = (2,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late = LateCounts()
+        self._unseen = 0  # steps since a count was last sent to the host
+        self._warned: set[str] = set()  # the occasions of warnings
 
     def prepared(self, found_inf: Tensor, limit: int) -> Callable[[], list[int]]:
         """Returns the call that counts a step, which is skipped if ``found_inf`` is not 0. It
@@ -127,25 +139,12 @@ class SkippedSteps:
         self.__dict__.update(state)
 
 
-class StalledWeights:
+class StalledWeights(DeviceCounts):
     """Counts the weights that a step was too small to move, on each device."""
-
-    def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor:
-        """Returns the count on a device, made at the first call."""
-        if device not in self._counts:
-            self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._counts[device]
 
     def restart(self) -> None:
         for count in self._counts.values():
             count.zero_()
-
-    def total(self) -> int:
-        """Returns the sum over the devices. Waits for them."""
-        return sum(int(count) for count in self._counts.values())
 
 
 def stalled_fraction(stalled: StalledWeights | None, state: dict[Any, Any]) -> float:

@@ -36,11 +36,15 @@ COPIED = (  # attributes that copies and pickles have, beyond torch's
     "measured_params",
     "paging",
 )
-SIGNED = ("exp_avg", *RESIDUALS)  # all other states are means of squares, or magnitudes
+SIGNED = (
+    "exp_avg",
+    "momentum_buffer",
+    *RESIDUALS,
+)  # all other states are means of squares, or magnitudes
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # which Adam's op takes in one dtype
 
 
-class Kept:
+class Uncast:
     """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
     parameter (``Optimizer._process_value_according_to_param_policy``)."""
 
@@ -49,12 +53,12 @@ class Kept:
 
 
 def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Checks the form before loading, and wraps every state in a :class:`Kept`."""
+    """Checks the form before loading, and wraps every state in a :class:`Uncast`."""
     _check_form(loaded)
     entries = {
-        key: {name: Kept(value) for name, value in entry.items()}
+        key: {name: Uncast(value) for name, value in entry.items()}
         if isinstance(entry, dict)
-        else Kept(entry)
+        else Uncast(entry)
         for key, entry in loaded["state"].items()
     }
     return loaded | {"state": entries}
@@ -115,7 +119,7 @@ def restored_states(
     groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
     names: dict[Tensor, str] | None = None
     for param, entry in state["state"].items():
-        if isinstance(entry, Kept):
+        if isinstance(entry, Uncast):
             entry = entry.value
         if not isinstance(entry, dict):  # not of a parameter: other code may keep things there
             if id(param) in groups:
@@ -125,8 +129,8 @@ def restored_states(
                 )
             restored[param] = entry
             continue
-        values = {k: v.value if isinstance(v, Kept) else v for k, v in entry.items()}
-        loading = any(isinstance(value, Kept) for value in entry.values())
+        values = {k: v.value if isinstance(v, Uncast) else v for k, v in entry.items()}
+        loading = any(isinstance(value, Uncast) for value in entry.values())
         if loading and id(param) in groups:
             names = param_names(optimizer.param_groups) if names is None else names
             group = groups[id(param)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..loss.language_model import is_plain_head, language_model_loss, takes_head
 from ..loss.linear_cross_entropy import linear_cross_entropy
+from ..nn.trained_copy import called
 from .changes import Changes, is_patched
 from .families import DECODERS, entry_of
 from .report import PatchReport
@@ -230,7 +231,7 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     if smoothing is not None:
         options["label_smoothing"] = smoothing
     softcap = getattr(self.config, "final_logit_softcapping", None)
-    loss = loss_of(hidden, kind.head(self), softcap=softcap, **options)
+    loss = loss_of(hidden, called(kind.head(self)), softcap=softcap, **options)
     others = {name: outputs[name] for name in rule.passed_on if outputs.get(name) is not None}
     return rule.output(loss=loss, logits=None, **others)
 
@@ -245,7 +246,7 @@ def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
         return False
     if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
         return False
-    head: Any = kind.head(model)
+    head: Any = called(kind.head(model))
     return is_plain_head(head) and takes_head(head)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..functional.lora import lora_linear
+from ..nn.dora import dora_linear
 from ..nn.fused import is_untouched
-from ..nn.lora import readable_matrix
+from ..nn.lora import joined, readable_matrix
 from .bitsandbytes import matrix_for
 from .changes import Changes
 from .report import PatchReport
@@ -31,8 +32,8 @@ def swap_adapters(model: nn.Module, changes: Changes, report: PatchReport) -> No
             continue
         if "forward" in vars(module):
             report.leave(name, module, "something else has replaced its forward")
-        elif layer.lora_variant:
-            report.leave(name, module, "its adapter is a variant of LoRA, such as DoRA")
+        elif not all(map(_is_dora, layer.lora_variant.values())):
+            report.leave(name, module, "its adapter is a variant of LoRA other than DoRA")
         else:
             changes.set(module, "forward", functools.partial(peft_forward, module))
             report.swap(name, module, "LoRA", "headroom.functional.lora_linear")
@@ -40,29 +41,53 @@ def swap_adapters(model: nn.Module, changes: Changes, report: PatchReport) -> No
 
 def peft_forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
     """Takes the place of a layer's ``forward``, which it calls where the op cannot compute it: with
-    no adapter, several or merged ones, and a base or adapters that do more."""
+    no adapter or merged ones, several that differ in more than their numbers, and a base or
+    adapters that do more."""
     base, given = layer.base_layer, None
     if not (args or options or layer.disable_adapters or layer.merged):
         given = _adapter(layer)
     if given is None:
         return type(layer).forward(layer, x, *args, **options)
-    a, b, scale, dropout = given
+    a, b, scale, dropout, magnitude = given
     matrix = matrix_for(base, x) or readable_matrix(base, x, a, b)
     if matrix is None:
         return type(layer).forward(layer, x)
+    if magnitude is not None:
+        numbers: dict[str, Any] = {"scale": scale, "dropout": dropout, "fused": True}
+        return dora_linear(base, matrix, x, a, b, magnitude, **numbers)
     bias = None if base.bias is None else base.bias.to(x.dtype)
     return lora_linear(x, matrix, bias, a, b, scale=scale, dropout=dropout)
 
 
-def _adapter(layer: Any) -> tuple[Tensor, Tensor, float, float] | None:
-    """Returns A, B, scale and dropout of the only active adapter; None if it is none or more."""
+def _adapter(layer: Any) -> tuple[Tensor, Tensor, float, float, Tensor | None] | None:
+    """Returns A, B, scale, dropout and the lengths of DoRA of the active adapter, or of the sum of
+    several; None if there is none, or they are no such sum."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or names[0] in layer.lora_variant:
+    found = [_parts(layer, name) for name in names]
+    if not found or None in found:
         return None
-    a, b, drop = (part[names[0]] for part in (layer.lora_A, layer.lora_B, layer.lora_dropout))
+    dropouts = {dropout for _, dropout, _ in found}
+    magnitudes = [magnitude for _, _, magnitude in found]
+    if len(dropouts) > 1 or (len(names) > 1 and any(m is not None for m in magnitudes)):
+        return None
+    return (*joined([matrices for matrices, _, _ in found]), *dropouts, magnitudes[0])
+
+
+def _parts(layer: Any, name: str) -> Any:
+    """Returns A, B and scale of an adapter, its dropout, and its lengths or None; None if it
+    computes more than these say."""
+    a, b, drop = (part[name] for part in (layer.lora_A, layer.lora_B, layer.lora_dropout))
     if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
         return None
-    if not all(map(is_untouched, (a, b, drop))):
+    lengths = layer.lora_magnitude_vector[name] if name in layer.lora_variant else None
+    if not all(map(is_untouched, (a, b, drop, *([] if lengths is None else [lengths])))):
         return None
     dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-    return (a.weight, b.weight, layer.scaling[names[0]], dropout) if dropout < 1 else None
+    if dropout >= 1:
+        return None
+    matrices = a.weight, b.weight, layer.scaling[name]
+    return matrices, dropout, None if lengths is None else lengths.weight
+
+
+def _is_dora(variant: Any) -> bool:
+    return type(variant).__name__ == "DoraLinearVariant"

@@ -7,7 +7,6 @@ of this one.
 from ..step.errors import PlanError
 from .advice import Advice
 from .api import fits, max_batch, plan
-from .forecast import Forecast, Remedy, forecast
 from .result import DeviceShare, Plan
 from .sharding import DDP, FSDP
 
@@ -16,12 +15,9 @@ __all__ = [
     "FSDP",
     "Advice",
     "DeviceShare",
-    "Forecast",
     "Plan",
     "PlanError",
-    "Remedy",
     "fits",
-    "forecast",
     "max_batch",
     "plan",
 ]

@@ -20,6 +20,7 @@ from ..patching.families import find_layers
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
 from ..step.micro_batches import resized, samples_of
+from .fine_tuning import Change, adapters_instead, fewer_bits
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
 
@@ -60,9 +61,6 @@ class AdviceList(list):  # noqa: D101
     __repr__ = __str__
 
 
-Change = tuple[str, Step, str, str, str]
-"""The name of a change, the step with it, and ``time``, ``source`` and ``code`` of its advice."""
-
 # The products that are done again, of those of a Llama block.
 _TIMES = {
     "L1": "about as fast",
@@ -101,6 +99,8 @@ def _changes(step: Step) -> Iterator[Change]:
         yield from _of_optimizer(step, options, given)
     yield from _of_activations(step)
     yield from _of_patch(step)
+    yield from adapters_instead(step)
+    yield from fewer_bits(step)
     if step.sharding is not None:
         yield from _of_ranks(step.model, step, step.sharding)
     elif _is_headroom(optimizer) and not step.release and step.max_grad_norm is None:

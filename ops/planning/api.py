@@ -37,6 +37,7 @@ def plan(
     checkpoint_every: int | None = None,
     accumulation: int = 1,
     accumulator: bool = False,
+    prefetch: bool = False,
     release: bool | int = False,
     scaler: bool = False,
     max_grad_norm: float | None = None,
@@ -70,6 +71,8 @@ def plan(
         accumulation: micro-batches per step, each as large as ``sample_batch``.
         accumulator: gradients of micro-batches are summed in float32 by a
             :class:`headroom.GradAccumulator`.
+        prefetch: the batches of all micro-batches come from a
+            :class:`headroom.data.DevicePrefetcher`, which holds the next one on a GPU meanwhile.
         release: gradients are released in the backward pass by
             :func:`headroom.release_gradients`; several micro-batches need an ``accumulator``, and
             get one. A number is its ``bucket_bytes``.
@@ -111,6 +114,7 @@ def plan(
             save=save,
             accumulation=accumulation,
             accumulator=accumulator,
+            prefetch=prefetch,
             release=release,
             checkpoint_every=checkpoint_every,
             max_grad_norm=max_grad_norm,

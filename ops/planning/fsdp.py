@@ -43,9 +43,9 @@ class _Parameter:
 
 
 def _as_parameter(x: Tensor, like: Tensor) -> Tensor:
-    made = nn.Parameter(x.detach(), requires_grad=like.requires_grad)
-    copy_attributes(like, made)
-    return made
+    parameter = nn.Parameter(x.detach(), requires_grad=like.requires_grad)
+    copy_attributes(like, parameter)
+    return parameter
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -203,9 +203,9 @@ class ShardedModel:
             unit.is_whole = False
 
     def _buffer(self, size: int, unit: _Unit, dtype: torch.dtype = torch.uint8) -> Tensor:
-        made = torch.empty(size // dtype.itemsize, dtype=dtype, device=self._recorder.device)
-        self._recorder.know(made, "communication", "fully_shard", unit.name)
-        return made
+        buffer = torch.empty(size // dtype.itemsize, dtype=dtype, device=self._recorder.device)
+        self._recorder.know(buffer, "communication", "fully_shard", unit.name)
+        return buffer
 
     def _copied_by_gloo(self, x: Tensor, unit: _Unit) -> None:
         """Counts the copy that gloo makes on the CPU of what is gathered or reduced."""

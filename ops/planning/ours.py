@@ -47,7 +47,8 @@ def _workspace(name: str, given: dict[str, Any], **own: Any) -> Any:
         return None
 
 
-def _mlp(which: int, given: dict[str, Any], device: str) -> Sizes:
+@ours("mlp_block", "mlp_block_backward")
+def _mlp(given: dict[str, Any], device: str) -> Sizes:
     x, gate_up, down = given.get("dy", given["x"]), given["gate_up"], given["down"]
     norms = (t for t in (given["norm_weight"], given["norm_bias"]) if t is not None)
     apart = given["up"] is not None or given["up_codes"] is not None
@@ -68,7 +69,7 @@ def _mlp(which: int, given: dict[str, Any], device: str) -> Sizes:
         apart=apart,
         is_cuda=device == "cuda",
     )
-    return [] if found is None else [(found[which], "temporaries")]
+    return [] if found is None else [(found["dy" in given], "temporaries")]
 
 
 def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -> Sizes:
@@ -88,66 +89,34 @@ def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -
     return [] if found is None else [(found, "temporaries")]
 
 
-def _linear(given: dict[str, Any], device: str, rows: int, cols: int, backward: bool) -> Sizes:
-    x = given["dy"] if backward else given["x"]
+def _product(name: str, given: dict[str, Any], device: str, **own: Any) -> Sizes:
+    """Returns the workspace of a layer, whose weight has rows and columns, or of its gradient."""
+    backward = "dy" in given
+    x = given["dy" if backward else "x"]
     found = _workspace(
-        "linear_quantized_workspace",
+        name,
         given,
         tokens=prod(x.shape[:-1]),
-        rows=rows,
-        cols=cols,
+        rows=x.shape[-1] if backward else given["rows"],
+        cols=given["cols"] if backward else x.shape[-1],
         dtype=FLOATS.index(x.dtype),
         backward=backward,
         is_cuda=device == "cuda",
+        **own,
     )
     return [(found, "temporaries")] if found else []
 
 
-@ours("linear_quantized")
-def _linear_forward(given: dict[str, Any], device: str) -> Sizes:
-    return _linear(given, device, given["rows"], given["x"].shape[-1], backward=False)
+@ours("linear_quantized", "linear_quantized_backward")
+def _linear(given: dict[str, Any], device: str) -> Sizes:
+    return _product("linear_quantized_workspace", given, device)
 
 
-@ours("linear_quantized_backward")
-def _linear_backward(given: dict[str, Any], device: str) -> Sizes:
-    return _linear(given, device, given["dy"].shape[-1], given["cols"], backward=True)
-
-
-def _lora(given: dict[str, Any], device: str, rows: int, cols: int, backward: bool) -> Sizes:
-    x = given["dy"] if backward else given["x"]
-    found = _workspace(
-        "lora_linear_workspace",
-        given,
-        tokens=prod(x.shape[:-1]),
-        rows=rows,
-        cols=cols,
-        rank=given["a"].shape[0],
-        dtype=FLOATS.index(x.dtype),
-        adapter_dtype=FLOATS.index(given["a"].dtype),
-        backward=backward,
-        is_cuda=device == "cuda",
-    )
-    return [(found, "temporaries")] if found else []
-
-
-@ours("lora_linear")
-def _lora_forward(given: dict[str, Any], device: str) -> Sizes:
-    return _lora(given, device, given["rows"], given["x"].shape[-1], backward=False)
-
-
-@ours("lora_linear_backward")
-def _lora_backward(given: dict[str, Any], device: str) -> Sizes:
-    return _lora(given, device, given["dy"].shape[-1], given["cols"], backward=True)
-
-
-@ours("mlp_block")
-def _mlp_forward(given: dict[str, Any], device: str) -> Sizes:
-    return _mlp(0, given, device)
-
-
-@ours("mlp_block_backward")
-def _mlp_backward(given: dict[str, Any], device: str) -> Sizes:
-    return _mlp(1, given, device)
+@ours("lora_linear", "lora_linear_backward")
+def _lora(given: dict[str, Any], device: str) -> Sizes:
+    a = given["a"]
+    own = {"rank": a.shape[0], "adapter_dtype": FLOATS.index(a.dtype)}
+    return _product("lora_linear_workspace", given, device, **own)
 
 
 @ours("linear_cross_entropy", "linear_cross_entropy_backward")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from .._core.overlap import is_dense
 from .._core.running_modules import watching_modules
 from ..memory.events import KINDS, Allocation, Span, Timeline
 from ..step.errors import PlanError
@@ -94,11 +95,11 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, storage: Any, kind: str, op: str | None, module: str | None) -> None:
         key, at = storage._cdata, len(self.allocations)
-        made = Allocation(
+        allocation = Allocation(
             at, storage.nbytes(), self.now, None, kind, module, op, self.phase, self.step
         )
         self.now += 1
-        self.allocations.append(made)
+        self.allocations.append(allocation)
         self._live[key] = weakref.ref(storage, lambda _: self._died(key, at)), at
 
     def _died(self, key: int, at: int) -> None:
@@ -227,14 +228,14 @@ class Recorder(TorchDispatchMode):
         held = []
         for size, kind in extra:
             at = len(self.allocations)
-            made = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
+            one = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
             self.now += 1
-            self.allocations.append(made)
-            held.append(made)
+            self.allocations.append(one)
+            held.append(one)
         result = func(*args, **kwargs)
         self._note(result, name, module)
-        for made in held:
-            made.end = self.now
+        for one in held:
+            one.end = self.now
         if held:
             self.now += 1
         return result
@@ -257,7 +258,7 @@ class Recorder(TorchDispatchMode):
         x, y = args
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
             return False
-        return _uses(x) <= self._unshared and _is_dense(x)
+        return _uses(x) <= self._unshared and is_dense(x)
 
     def _calibrate(self) -> None:
         """Learns how many references an unshared gradient has when the engine adds to it."""
@@ -334,13 +335,3 @@ def _uses(x: Tensor) -> int:
     """Returns the number of references to a tensor and its memory."""
     storage = x.untyped_storage()
     return x._use_count() + torch._C._storage_Use_Count(storage._cdata)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Returns whether the elements of a tensor have neither gaps nor overlaps."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from .._core.atomic import write_json
 from .._core.sizes import format_bytes, parse_bytes
 from .._core.text import shortened
 from ..memory.events import KINDS, Owner, Timeline
@@ -190,8 +191,8 @@ class Plan:
             found = groups.setdefault((owner.kind, ".".join(parts)), [0, 0])
             found[0] += owner.bytes
             found[1] += owner.count
-        made = [Owner(kind, name, None, (), *sizes) for (kind, name), sizes in groups.items()]
-        return sorted(made, key=lambda owner: -owner.bytes)
+        owners = [Owner(kind, name, None, (), *sizes) for (kind, name), sizes in groups.items()]
+        return sorted(owners, key=lambda owner: -owner.bytes)
 
     __str__ = table
 
@@ -220,9 +221,8 @@ class Plan:
         return cls(timeline, DeviceShare(**value["device_share"]), value["model"], value["options"])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, separators=(",", ":"))
+        """Writes the plan as JSON; the file changes only once all of it is written."""
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:

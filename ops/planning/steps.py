@@ -19,6 +19,7 @@ from ..optim.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
 from ..step.run import passes, update
+from ..step.trees import mapped
 
 __all__ = ["Steps"]
 
@@ -36,6 +37,7 @@ class Steps:
         self.optimizer: Any = given.optimizer
         self.scaler: Any = None
         self.accumulator: Any = None
+        self._ahead: Any = None  # the batch of the next step
 
     def prepare(self) -> None:
         """Makes of the model and the optimizer what the step says."""
@@ -80,6 +82,8 @@ class Steps:
     def step(self, number: int) -> None:
         """Makes a step."""
         given = self.given
+        if given.prefetch and given.device.type == "cuda":
+            self._ahead = self.fetched()  # beside the one before, which is freed after
         is_short = given.starts_short and number == 0 and given.steps > 1
         count = 1 if is_short else given.accumulation
         share = 1 if self.accumulator is not None else Fraction(1, given.accumulation)
@@ -96,6 +100,10 @@ class Steps:
             self.optimizer.zero_grad(set_to_none=given.set_to_none)
         self.begin("other")
         self.model.zero_grad(set_to_none=given.set_to_none)
+
+    def fetched(self) -> Any:
+        """Returns memory for another batch, as a prefetcher takes it."""
+        return mapped(self.given.batch, torch.empty_like)
 
     def step_optimizer(self) -> None:
         if self.accumulator is not None:

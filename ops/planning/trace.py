@@ -170,6 +170,12 @@ class _Traced(Steps):
         self.host.begin_step()
         super().step(number)
 
+    def fetched(self) -> Any:
+        found = super().fetched()
+        for x in tensors_in(found):
+            self.recorder.know(x, "batch", "batch, prefetched")
+        return found
+
     def step_optimizer(self) -> None:
         step = self.optimizer.step
         self._is_scaling = True

@@ -25,6 +25,7 @@ from .work import Work, Worker, optimizer_bytes
 __all__ = ["analyze"]
 
 _POINTS = 2000  # of a curve of memory
+_WAITS = 0.05  # of a step, for its batch, of which nothing is said
 
 
 def analyze(
@@ -65,12 +66,14 @@ def analyze(
         sums.add_memory(recording.memory, inside)
         curves = _curves(recording.memory, inside.start)
     notes += _unseen(calls, kernels, device)
+    steps = _steps(recording, chosen, complete, inside, calls, work)
+    notes += _waits(steps)
     return ProfileResult(
         device={"type": device.type, "name": _name_of(device)},
         rank=rank,
         cycle=cycle,
         settings=settings,
-        steps=_steps(recording, chosen, complete, inside, calls, work),
+        steps=steps,
         flops_by_dtype=flops,
         model_flops_by_dtype=model_flops,
         peak_rate=peak_rate(device, flops, peak_flops),
@@ -307,6 +310,16 @@ def _unseen(calls: Iterable[Call], kernels: bool, device: torch.device) -> list[
     if device.type == "cuda" and not kernels:
         notes.append("The model is on a GPU, but no kernels were recorded.")
     return notes
+
+
+def _waits(steps: list[StepRow]) -> list[str]:
+    wall, loader = sum(s.wall_us for s in steps), sum(s.loader_us for s in steps)
+    if loader <= _WAITS * wall:
+        return []
+    return [
+        f"Steps wait {loader / wall:.0%} of their time for the DataLoader: "
+        "headroom.data.advise(loader, prof) says which settings would change that."
+    ]
 
 
 def _name_of(device: torch.device) -> str:

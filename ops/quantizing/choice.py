@@ -127,13 +127,13 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 def _in_adapters(model: nn.Module) -> set[int]:
     """Returns the ids of what layers with adapters, of Headroom or of PEFT, have beside their
-    base."""
+    base, and of modules of which adapters have copies that train, with these."""
     return {
         id(part)
         for module in model.modules()
-        if "base_layer" in module._modules
-        for child in module.children()
-        if child is not module.base_layer
+        if module._modules.keys() & {"base_layer", "modules_to_save"}
+        for name, child in module.named_children()
+        if name != "base_layer"
         for part in child.modules()
     }
 

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"block_size": 64, "double": True}
 def frozen_layers(model: nn.Module, optimizer: Any) -> tuple[list[str], str | None]:
     """Returns the names of the layers whose weights can be quantized, and why others cannot be:
     those that :func:`headroom.quantize` chooses, if they are frozen and the optimizer lacks them,
-    since what it has may be trained later."""
+    since what it has may be trained later. One that is not made yet gets what trains."""
     try:
         chosen, reasons = choose(model, None)
     except (TypeError, ValueError) as error:
@@ -35,7 +35,7 @@ def frozen_layers(model: nn.Module, optimizer: Any) -> tuple[list[str], str | No
             f"train, such as '{joined(next(iter(chosen)), 'weight')}'; call requires_grad_(False) "
             "of those that need not, as beside adapters"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     free = [name for name in frozen if id(chosen[name].weight) not in held]
     if len(free) == len(frozen):
         return free, None

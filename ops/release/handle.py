@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from .._core.fsdp import fsdp_class
 from .._core.randomness import generators_kept
+from .._core.ranks import fsdp_class
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer
 from ..optim.master_weights import headroom_optimizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._core.text import quoted
 from .kinds import color_of
-from .limits import number, text
+from .limits import checked, number, text
 
 __all__ = ["described", "is_ladder"]
 
@@ -63,17 +63,15 @@ def _size(rung: Mapping[str, Any]) -> str | None:
 
 
 def _rung(rung: Any) -> dict[str, Any]:
-    if not isinstance(rung, Mapping):
-        raise ValueError(f"a rung is a {type(rung).__name__}, wanted an object")
-    sizes = rung.get("bytes")
+    sizes = checked(rung, Mapping, "a rung").get("bytes")
     if not isinstance(sizes, Mapping) or len(sizes) > 20:
         raise ValueError("a rung has no bytes by kind")
-    made: dict[str, Any] = {
+    row: dict[str, Any] = {
         "title": quoted(text(rung.get("title"), "the title of a rung"), 80),
         "peak_bytes": number(rung.get("peak_bytes"), "the peak of a rung"),
         "bytes": {quoted(kind, 40): number(size, "bytes") for kind, size in sizes.items()},
     }
     for name in (*NUMBERS, PREDICTED):
         if rung.get(name) is not None:
-            made[name] = number(rung[name], f"{name} of a rung", -1e300, 1e300)
-    return made
+            row[name] = number(rung[name], f"{name} of a rung", -1e300, 1e300)
+    return row

@@ -7,10 +7,11 @@ from typing import Any
 
 from ..memory.events import PHASES, Allocation
 
-__all__ = ["EVENTS", "SUM", "check_timeline", "number", "text"]
+__all__ = ["EVENTS", "SUM", "check_timeline", "checked", "number", "text"]
 
 EVENTS = 8_000_000  # of a timeline
 SUM = 1 << 62  # of all bytes, which are added in 64 bits
+_WORDS: dict[type, str] = {str: "text", list: "a list", Mapping: "an object"}
 
 
 def number(value: Any, what: str, least: float = 0, most: float = SUM) -> Any:
@@ -26,15 +27,24 @@ def number(value: Any, what: str, least: float = 0, most: float = SUM) -> Any:
     return value
 
 
+def checked(value: Any, kind: type, what: str) -> Any:
+    """Returns a value, which must be a text, a list or an object.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is a {type(value).__name__}, wanted {_WORDS[kind]}")
+    return value
+
+
 def text(value: Any, what: str) -> str:
     """Returns a text.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is a {type(value).__name__}, wanted text")
-    return value
+    return checked(value, str, what)
 
 
 def check_timeline(value: Any) -> None:
@@ -43,25 +53,19 @@ def check_timeline(value: Any) -> None:
     Raises:
         ValueError: says what is wrong.
     """
-    if not isinstance(value, Mapping):
-        raise ValueError(f"its timeline is a {type(value).__name__}, wanted an object")
+    checked(value, Mapping, "its timeline")
     known = list(Allocation.__dataclass_fields__)
     fields = value.get("fields")
     if not isinstance(fields, list) or not {"id", "bytes", "stack"} <= set(map(str, fields)):
         raise ValueError("its fields lack id, bytes or stack")
     if unknown := [field for field in fields if field not in known]:
         raise ValueError(f"it has the field {str(unknown[0])[:60]!r}, of a newer version")
-    stacks = value.get("stacks")
-    if not isinstance(stacks, list):
-        raise ValueError("its stacks are no list")
+    stacks = checked(value.get("stacks"), list, "stacks")
     for stack in stacks:
         for line in stack if isinstance(stack, list) else [None]:
             text(line, "a line of a stack")
     total = 0
-    rows = value.get("allocations")
-    if not isinstance(rows, list):
-        raise ValueError("its allocations are no list")
-    for row in rows:
+    for row in checked(value.get("allocations"), list, "allocations"):
         if not isinstance(row, list) or len(row) != len(fields):
             raise ValueError(f"an allocation is {repr(row)[:60]}, wanted {len(fields)} values")
         one = dict(zip(fields, row))

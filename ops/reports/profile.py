@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core.text import quoted
-from .limits import number, text
+from .limits import checked, number, text
 
 __all__ = ["described"]
 
@@ -36,26 +36,21 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
     if value.get("version") != VERSION:
         got = quoted(repr(value.get("version")), 40)
         raise ValueError(f"its version is {got}, wanted {VERSION}")
-    device = _object(value.get("device"), "device")
-    totals = _object(value.get("totals"), "totals")
-    steps = [_object(step, "a step") for step in _list(value.get("steps"), "steps")]
-    modules = [_module(one) for one in _list(value.get("modules"), "modules")[:MODULES]]
-    ops = [_op(one) for one in _list(value.get("ops"), "ops")[:OPS]]
+    device = checked(value.get("device"), Mapping, "device")
+    totals = checked(value.get("totals"), Mapping, "totals")
+    steps = [checked(one, Mapping, "a step") for one in checked(value.get("steps"), list, "steps")]
+    modules = [_module(one) for one in checked(value.get("modules"), list, "modules")[:MODULES]]
+    ops = [_op(one) for one in checked(value.get("ops"), list, "ops")[:OPS]]
     summary: dict[str, Any] = {
         "device": quoted(f"{text(device.get('type'), 'a device')} {device.get('name') or ''}"),
         "steps": len(steps),
         **_numbers(totals, (*TOTALS, *RATES), "totals"),
-        "phases_us": _numbers(_object(totals.get("phases_us"), "phases_us"), PHASES, "phases_us"),
+        "phases_us": _phases(totals),
     }
     return {
         "summary": summary,
         "steps": [
-            {
-                **_numbers(step, ("number", "wall_us"), "a step"),
-                "phases_us": _numbers(
-                    _object(step.get("phases_us"), "phases_us"), PHASES, "phases_us"
-                ),
-            }
+            _numbers(step, ("number", "wall_us"), "a step") | {"phases_us": _phases(step)}
             for step in steps[:STEPS]
         ],
         "modules": modules,
@@ -64,21 +59,9 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
         "memory": _memory(value.get("memory") or {}),
         "notes": [
             quoted(text(note, "a note"), 400)
-            for note in _list(value.get("notes") or [], "notes")[:50]
+            for note in checked(value.get("notes") or [], list, "notes")[:50]
         ],
     }
-
-
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{what} is a {type(value).__name__}, wanted an object")
-    return value
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is a {type(value).__name__}, wanted a list")
-    return value
 
 
 def _numbers(value: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
@@ -91,11 +74,15 @@ def _numbers(value: Mapping[str, Any], names: tuple[str, ...], what: str) -> dic
 
 
 def _figures(value: Any) -> dict[str, Any]:
-    return _numbers(_object(value, "figures"), FIGURES, "a module")
+    return _numbers(checked(value, Mapping, "figures"), FIGURES, "a module")
+
+
+def _phases(value: Mapping[str, Any]) -> dict[str, Any]:
+    return _numbers(checked(value.get("phases_us"), Mapping, "phases_us"), PHASES, "phases_us")
 
 
 def _module(value: Any) -> dict[str, Any]:
-    value = _object(value, "a module")
+    value = checked(value, Mapping, "a module")
     return {
         "name": quoted(text(value.get("name"), "the name of a module")),
         "type": quoted(text(value.get("type"), "the type of a module"), 60),
@@ -106,15 +93,16 @@ def _module(value: Any) -> dict[str, Any]:
 
 
 def _op(value: Any) -> dict[str, Any]:
-    value = _object(value, "an op")
+    value = checked(value, Mapping, "an op")
     name = quoted(text(value.get("name"), "the name of an op"), 120)
     return {"name": name, **_numbers(value, OF_OP, "an op")}
 
 
 def _memory(value: Any) -> list[dict[str, Any]]:
     found = []
-    for device, one in list(_object(value, "memory").items())[:16]:
-        points = _list(_object(one, "memory of a device").get("points"), "points")[:POINTS]
+    for device, one in list(checked(value, Mapping, "memory").items())[:16]:
+        given = checked(one, Mapping, "memory of a device").get("points")
+        points = checked(given, list, "points")[:POINTS]
         for point in points:
             if not isinstance(point, list) or len(point) != 2:
                 raise ValueError(f"a point of memory is {repr(point)[:60]}, wanted [us, bytes]")

@@ -6,9 +6,7 @@ which each shows the event with the most live bytes, so that no peak is lost.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -98,13 +96,8 @@ def _lines(timeline: Timeline, reserved: Sequence[int], points: list[int]) -> di
     if reserved:
         found["reserved"] = _differences([reserved[point] for point in points])
     if timeline.host is not None:
-        changes = Counter[int]()
-        for one in timeline.host.allocations:
-            changes[one.start] += one.bytes
-            if one.end is not None:
-                changes[one.end] -= one.bytes
-        held = list(accumulate(changes[event] for event in range(points[-1] + 1)))
-        found["on the host"] = _differences([held[point] for point in points])
+        held = timeline.host.bytes_over_events()  # to the last that changes it
+        found["on the host"] = _differences([held[min(p, len(held) - 1)] for p in points])
     return found
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._core.capture import is_capturing
 from .._core.checks import check_count
+from .._core.ranks import world_size
 from ..grad.accumulate import GradAccumulator
 from ..patching.blocks import verified_blocks
 from ..step.out_of_memory import add_note, forget_tensors, is_out_of_memory
@@ -142,14 +142,19 @@ class RetryingStep:
 
     def report(self) -> str:
         """Returns what was changed in which step, as text."""
-        lines = [f"{self.retries} of {self._calls + self.retries} attempts were repeated"]
-        lines += [f"  step {one.step}: {one.change} ({one.error})" for one in self.history]
-        return "\n".join(lines)
+        found = f"{self.retries} of {self._calls + self.retries} attempts were repeated"
+        each = (f"  step {one.step}: {one.change} ({one.error})" for one in self.history)
+        return "\n".join([found, *each])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # an error ends the capture, so that nothing can be repeated in it
             return self._run(args, kwargs)
-        _refuse_ranks()
+        if (ranks := world_size()) > 1:
+            raise RuntimeError(
+                f"headroom.retry_on_oom: {ranks} ranks train, of which one that repeats its step "
+                "would leave the others waiting for its gradients; call the step itself, and leave "
+                "a margin with headroom.fit or headroom.plan"
+            )
         if self._calls == 0:
             self._training.refuse_unknown(self._step)
         self._calls += 1
@@ -219,13 +224,3 @@ class RetryingStep:
             return change
         self._parts *= 2
         return f"micro-batches: {self._parts // 2} before, {self._parts} now"
-
-
-def _refuse_ranks() -> None:
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-        raise RuntimeError(
-            f"headroom.retry_on_oom: {ranks.get_world_size()} ranks train, of which one that "
-            "repeats its step would leave the others waiting for its gradients; call the step "
-            "itself, and leave a margin with headroom.fit or headroom.plan"
-        )

@@ -13,16 +13,9 @@ from .newest import latest
 from .save import save_state
 
 if TYPE_CHECKING:
-    from .adapters import load_adapter, save_adapter
     from .reshard import ReshardReport, load_sharded
 else:  # which load torch.distributed.fsdp and torch.distributed.checkpoint
-    __getattr__, __dir__ = lazy(
-        __name__,
-        {
-            ".adapters": ("load_adapter", "save_adapter"),
-            ".reshard": ("ReshardReport", "load_sharded"),
-        },
-    )
+    __getattr__, __dir__ = lazy(__name__, {".reshard": ("ReshardReport", "load_sharded")})
 
 __all__ = [
     "Converted",
@@ -33,9 +26,7 @@ __all__ = [
     "check_same_state",
     "convert_state",
     "latest",
-    "load_adapter",
     "load_sharded",
     "load_state",
-    "save_adapter",
     "save_state",
 ]

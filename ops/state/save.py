@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._core import binaries
-from ..optim.adam8bit import Adam8bit
+from ..optim.eight_bit import EightBit
 from .file import check_tensor, identity, write
 from .generators import saved_generators
 from .newest import remove_older
@@ -114,7 +114,7 @@ def save_state(
         "tree": tree,
         "module_versions": versions,
     }
-    if any(isinstance(one, Adam8bit) for _, one in named_objects("optimizer", optimizer)):
+    if any(isinstance(one, EightBit) for _, one in named_objects("optimizer", optimizer)):
         document["maps_crc32"] = maps_checksum()
     write(path, document, found.by_name, progress=progress)
     if keep is not None:

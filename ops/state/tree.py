@@ -109,17 +109,17 @@ def tensor_names(value: Any) -> Iterator[str]:
     Raises:
         ValueError: a tensor has no name.
     """
-    rest = [value]
-    while rest:
-        value = rest.pop()
+    unread = [value]
+    while unread:
+        value = unread.pop()
         if isinstance(value, dict):
             if value.get("$") in ("tensor", "numpy"):
                 if not isinstance(value.get("name"), str):
                     raise ValueError("a tensor has no name")
                 yield value["name"]
-            rest.extend(value.values())
+            unread.extend(value.values())
         elif isinstance(value, list):
-            rest.extend(value)
+            unread.extend(value)
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:

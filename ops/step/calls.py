@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._core.surroundings import Settings
-from .trees import mapped
+from .trees import leaves_in, mapped
 
 __all__ = ["Call", "described", "results_of", "tensors_of"]
 
@@ -64,21 +64,15 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return mapped(value, change, copied)
 
 
-def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """Returns the tensors in nested containers and objects, modules left out."""
-    if isinstance(value, Tensor):
-        return [value]
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yields the tensors in nested containers and objects, modules left out."""
     seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, _SHARED):
-        return []
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        inner = list(value)
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-    return [x for item in inner for x in tensors_of(item, seen)]
+    for leaf in leaves_in(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen and not isinstance(leaf, _SHARED):
+            seen.add(id(leaf))
+            yield from tensors_of(getattr(leaf, "__dict__", ()), seen)
 
 
 def described(value: Any) -> Hashable:

@@ -26,6 +26,7 @@ class Step:
         scaler: the :class:`torch.amp.GradScaler` that scales losses; True for a new one; or False.
         save, checkpoint_every: what blocks keep, or None where that stays as it is.
         accumulation: micro-batches per step, each as large as ``batch``.
+        prefetch: whether the next batch is on the device while a step runs.
         offload: the bytes of the optimizer's state that stay on the device, with those of the ring,
             while the others lie on the host; None: as the optimizer has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
@@ -50,6 +51,7 @@ class Step:
     scaler: Any = False
     save: str | None = None
     accumulation: int = 1
+    prefetch: bool = False
     offload: int | None = None
     accumulator: bool = False
     release: bool | int = False
@@ -93,7 +95,7 @@ class Step:
             found["state"] = "on the host"
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
-        for name in ("accumulator", "release", "scaler"):
+        for name in ("accumulator", "release", "scaler", "prefetch"):
             if getattr(self, name):
                 found[name] = "on"
         if not self.set_to_none:

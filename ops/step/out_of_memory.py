@@ -34,14 +34,14 @@ def forget_tensors(error: BaseException) -> None:
     in which the activations of a step are. Its traceback still shows the lines. Then frees cycles,
     waits for CUDA devices, and gives their cached memory back."""
     seen: set[int] = set()
-    rest: list[BaseException | None] = [error]
-    while rest:
-        one = rest.pop()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
         traceback.clear_frames(one.__traceback__)
-        rest += [one.__cause__, one.__context__]
+        errors += [one.__cause__, one.__context__]
     gc.collect()
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):

@@ -23,19 +23,19 @@ class PassSeconds(NamedTuple):
 
     Attributes:
         blocks: from the first block to the last one in the forward pass, and back in the backward.
-        rest: before and behind them.
+        outside: before and behind them.
     """
 
     blocks: float
-    rest: float
+    outside: float
 
     @property
     def whole(self) -> float:
-        return self.blocks + self.rest
+        return self.blocks + self.outside
 
     def least(self, other: PassSeconds) -> PassSeconds:
         """Returns the least of both, since what else runs on the machine only adds to it."""
-        return PassSeconds(min(self.blocks, other.blocks), min(self.rest, other.rest))
+        return PassSeconds(min(self.blocks, other.blocks), min(self.outside, other.outside))
 
 
 def seconds_of_pass(step: Step, model: nn.Module, blocks: Iterable[nn.Module]) -> PassSeconds:

@@ -10,25 +10,31 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-__all__ = ["mapped", "plain_tensors", "tensors_in"]
+__all__ = ["leaves_in", "mapped", "plain_tensors", "tensors_in"]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor in nested mappings, lists, tuples, sets, dataclasses and what torch has
-    registered as a container."""
-    if isinstance(value, Tensor):  # by far the most that is asked
-        yield value
-        return
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yields everything that is no container itself in nested mappings, lists, tuples, sets,
+    dataclasses and what torch has registered as a container."""
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):  # such as the batches of transformers' tokenizers
-            yield from tensors_in(list(leaf.values()))
+            yield from leaves_in(list(leaf.values()))
         elif isinstance(leaf, (list, tuple, set, frozenset)):
-            yield from tensors_in([*leaf])
+            yield from leaves_in([*leaf])
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = dataclasses.fields(leaf)
-            yield from tensors_in([getattr(leaf, field.name, None) for field in fields])
+            yield from leaves_in([getattr(leaf, field.name, None) for field in fields])
+        else:
+            yield leaf
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Returns every tensor in what :func:`leaves_in` looks into."""
+    if isinstance(value, Tensor):  # by far the most that is asked
+        return iter((value,))
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 
 def mapped(
@@ -36,26 +42,31 @@ def mapped(
 ) -> Any:
     """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
     which each tensor is replaced by what ``change`` returns for it. Everything else is replaced by
-    what ``other`` returns, or else shared."""
+    what ``other`` returns, or else shared; so are tuples that know how they move, such as a
+    ``PackedSequence``, because some of its tensors stay on the host."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
         if isinstance(leaf, MutableMapping):  # a loss may read the attributes of a batch
-            made = copy.copy(leaf)
-            made.update({key: mapped(item, change, other) for key, item in leaf.items()})
-            return made
-        if isinstance(leaf, (list, tuple)):
+            copied = copy.copy(leaf)
+            copied.update({key: mapped(item, change, other) for key, item in leaf.items()})
+            return copied
+        if isinstance(leaf, (list, tuple)) and not _moves_itself(leaf):
             return type(leaf)(mapped([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made = copy.copy(leaf)
+            copied = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 value = getattr(leaf, field.name, None)
-                object.__setattr__(made, field.name, mapped(value, change, other))
-            return made
+                object.__setattr__(copied, field.name, mapped(value, change, other))
+            return copied
         return other(leaf)
 
-    return tree_map(replaced, value)
+    return tree_map(replaced, value, is_leaf=_moves_itself)
+
+
+def _moves_itself(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "to")
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

@@ -61,6 +61,10 @@ cross_entropy(const Tensor &logits, const Tensor &target,
         return {rows, lse, low, argmax, factors};
     loss.config.reduction = reduces_to;
     loss.config.z_loss = z_loss;
+    loss.config.workspace_bytes = HR_CROSS_ENTROPY_WORKSPACE;
+    const bool on_cuda = loss.exec.exec.device != HR_CPU;
+    const Tensor workspace = workspace_of(on_cuda ? HR_CROSS_ENTROPY_WORKSPACE : 0, logits);
+    loss.config.workspace = data_of<void>(workspace, on_cuda);
     Tensor result = new_tensor(logits, {&two, size_t{0}}, ScalarType::Float);
     check(hr_cross_entropy_reduce(data_of<float>(result), data_of<float>(factors),
                                   data_of<float>(rows), data_of<float>(lse), loss.target,

@@ -230,6 +230,7 @@ bool lends_product_of(ScalarType dtype)
 {
     return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16)
            : dtype == ScalarType::Half   ? lends_product(HR_F16)
+           : dtype == ScalarType::Float  ? lends_product(HR_F32)
                                          : true;
 }
 

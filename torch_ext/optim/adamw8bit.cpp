@@ -5,6 +5,7 @@
 // order.
 #include "torch_ext/core/members.h"
 #include "torch_ext/optim/adamw_options.h"
+#include "torch_ext/optim/codes.h"
 #include "torch_ext/weights/weights.h"
 
 namespace
@@ -16,23 +17,6 @@ struct Lists {
     List params, grads, exp_avgs, exp_avg_absmaxs, exp_avg_sqs, exp_avg_sq_absmaxs, residuals,
         steps;
 };
-
-void check_codes(const View &view, const char *name, size_t k)
-{
-    if (dtype_of(view.torch_dtype) != HR_U8)
-        fail(entry(name, k) + " has dtype " +
-             torch::headeronly::toString(view.tensor.scalar_type()) + ", wanted uint8");
-}
-
-// Adds a list of scales. The C interface checks how many there are.
-void add_absmax(List &list, const Tensor &tensor, const View &first, const char *name, size_t k)
-{
-    const View view(tensor);
-    check_device(view, first, name, k);
-    if (dtype_of(view.torch_dtype) != HR_F32 || !view.is_contiguous())
-        fail(entry(name, k) + " must be float32 and contiguous");
-    list.add(view, name, k);
-}
 
 struct Views {
     hr_tensor_list params, grads, exp_avgs, exp_avg_sqs, residuals, exp_avg_absmaxs,

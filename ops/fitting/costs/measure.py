@@ -89,7 +89,7 @@ def measure_blocks(
     if alone > whole.blocks:
         found = [block.scaled(whole.blocks / alone) for block in found]
     between = max(0.0, whole.blocks - alone)
-    return Measured(found, whole, whole.rest + between)
+    return Measured(found, whole, whole.outside + between)
 
 
 def seconds_at_leanest(

@@ -45,27 +45,27 @@ class PassTimes:
         if self.whole.blocks > 0:
             blocks = min(seconds.blocks for (n, _), seconds in self._timed.items() if n == count)
             factor = count * blocks / self.whole.blocks
-        elif (count, self.fused_loss) in self._timed and self.whole.rest > 0:  # without blocks
-            factor = count * self._timed[count, self.fused_loss].rest / self.whole.rest
+        elif (count, self.fused_loss) in self._timed and self.whole.outside > 0:  # without blocks
+            factor = count * self._timed[count, self.fused_loss].outside / self.whole.outside
         else:
             factor = 1.0
         return 1.0 if FASTER < factor < 1.0 else factor
 
-    def rest(self, count: int, fused_loss: bool) -> float:
+    def outside(self, count: int, fused_loss: bool) -> float:
         """Returns the seconds of all but the blocks, of all ``count`` parts together."""
         timed = self._timed.get((count, fused_loss))
         if timed is not None:
-            return count * timed.rest
-        return self.whole.rest * self.factor(count) * self._share(fused_loss)
+            return count * timed.outside
+        return self.whole.outside * self.factor(count) * self._share(fused_loss)
 
     def _share(self, fused_loss: bool) -> float:
         """Returns the seconds of all but the blocks with a loss, as a share of those of ``whole``.
         One that was not timed is taken to be as fast."""
-        if fused_loss == self.fused_loss or self.whole.rest <= 0:
+        if fused_loss == self.fused_loss or self.whole.outside <= 0:
             return 1.0
         return min(
             (
-                n * seconds.rest / (self.whole.rest * self.factor(n))
+                n * seconds.outside / (self.whole.outside * self.factor(n))
                 for (n, fused), seconds in self._timed.items()
                 if fused == fused_loss
             ),

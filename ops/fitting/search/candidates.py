@@ -418,8 +418,9 @@ class Candidates:
         count, fused_loss = key.micro_batches, key.fused_loss
         times, measured = self._times[key.tensors], self._measured[key.tensors]
         factor = times.factor(count)
-        between = measured.seconds_of_rest - measured.whole.rest  # the blocks
-        seconds = times.rest(count, fused_loss) + factor * between + self._seconds_of_step(choice)
+        between = measured.seconds_of_rest - measured.whole.outside  # the blocks
+        outside = times.outside(count, fused_loss)
+        seconds = outside + factor * between + self._seconds_of_step(choice)
         planned = self._planned.get(choice)
         if planned is not None:
             found = self._outlines[choice.but(levels=planned)]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..._core.sizes import format_bytes
+from ...planning.api import plan_of
+from ...planning.fine_tuning import adapters_instead
 from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
@@ -77,6 +79,7 @@ def does_not_fit(
         shown += f", the device {format_bytes(plan.device_share.bytes)}"
     needed = least + budget - within + least // 100  # with its margin
     advice = [f"a budget of {format_bytes(needed)}", *_allowing(candidates, plan, within)]
+    advice += _adapting(candidates, choice, within)
     samples = most_samples(candidates, every, within)
     if samples is not None:
         advice.append(f"a batch of {samples} samples, not {samples_of(candidates.step.batch)}")
@@ -121,6 +124,21 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
         if any(_fits(candidates, every, key, within) for key in new):
             shown = ", ".join(f'"{name}"' for name in allowed)
             yield f"allow=({shown}{',' if len(allowed) == 1 else ''})"
+            return
+
+
+def _adapting(candidates: Candidates, leanest: Choice, within: int) -> Iterator[str]:
+    """Yields the adapters to train in place of all weights, by a plan that fits."""
+    optimizer = candidates.techniques.optimizer_of(leanest)
+    for name, step, *_ in adapters_instead(
+        candidates.step_with(leanest, candidates.names, optimizer)
+    ):
+        try:
+            plan = plan_of(step)
+        except PlanError:
+            continue
+        if plan.total_bytes <= within:
+            yield f"{name}, which trains adapters alone in {format_bytes(plan.total_bytes)}"
             return
 
 

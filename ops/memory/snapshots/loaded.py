@@ -21,6 +21,7 @@ _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _MOST = 2**63  # numbers are below
 _PATH = 4096  # characters of a path, at most
+_WORDS = {dict: "a dict", list: "a list", str: "text"}
 
 
 class Block(NamedTuple):
@@ -110,10 +111,7 @@ class Snapshot:
 
     def _trace(self, row: int) -> list[Any]:
         traces = self.data["device_traces"]
-        found = traces[row] if row < len(traces) else []
-        if not isinstance(found, list):
-            raise _wrong(f"device_traces[{row}]", found, "a list")
-        return found
+        return _checked(traces[row] if row < len(traces) else [], list, f"device_traces[{row}]")
 
     def _size(self, row: int) -> int:
         return len(self._trace(row)) + len(self._segments.get(row, ()))
@@ -185,16 +183,12 @@ def load_snapshot(
     """
     most = parse_bytes(max_bytes, "max_bytes")
     try:
-        found = read_pickle(path, most)
-        if not isinstance(found, dict):
-            raise _wrong("its content", found, "a dict")
+        found = _checked(read_pickle(path, most), dict, "its content")
         for key in ("device_traces", "segments"):
-            if not isinstance(found.get(key), list):
-                raise _wrong(key, found.get(key), "a list")
+            _checked(found.get(key), list, key)
         for number, segment in enumerate(found["segments"]):
-            if not isinstance(segment, dict):
-                raise _wrong(f"segments[{number}]", segment, "a dict")
-            _number(segment, "device", f"segments[{number}]")
+            where = f"segments[{number}]"
+            _number(_checked(segment, dict, where), "device", where)
         _check_no_list_is_shared(found)
         snapshot = Snapshot(found)
     except ValueError as error:
@@ -224,11 +218,7 @@ class _Reader:
         index = 0
         for place, entry in enumerate(self.trace):
             where = f"device_traces[{self.row}][{place}]"
-            if not isinstance(entry, dict):
-                raise _wrong(where, entry, "a dict")
-            action = entry.get("action")
-            if not isinstance(action, str):
-                raise _wrong(f"{where}['action']", action, "text")
+            action = _checked(_checked(entry, dict, where).get("action"), str, f"{where}['action']")
             time = _number(entry, "time_us", where, 0)
             if action == "alloc":
                 index += 1
@@ -236,8 +226,8 @@ class _Reader:
                 address, size = _number(entry, "addr", where), _number(entry, "size", where)
                 if (lost := self._live.pop(address, None)) is not None:
                     lost.end = index
-                made = self._live[address] = self._made(entry, size, index, where)
-                self.allocations.append(made)
+                allocation = self._live[address] = self._made(entry, size, index, where)
+                self.allocations.append(allocation)
             elif action == "free_completed":
                 index += 1
                 self._step(time)
@@ -266,13 +256,13 @@ class _Reader:
 
     def _made(self, entry: Mapping[str, Any], size: int, start: int, where: str) -> Allocation:
         stack, phase = self._lines(entry.get("frames", ()), where)
-        made = Allocation(0, size, start, stack=stack)  # it is numbered when all are known
+        found = Allocation(0, size, start, stack=stack)  # it is numbered when all are known
         tag = self._tag(entry)
         if tag is not None:
-            made.kind, made.module, made.op, made.phase, made.step = tag
+            found.kind, found.module, found.op, found.phase, found.step = tag
         elif phase is not None:
-            made.phase = phase
-        return made
+            found.phase = phase
+        return found
 
     def _tag(self, entry: Mapping[str, Any]) -> Tag | None:
         text, category = entry.get("user_metadata"), entry.get("category")
@@ -289,15 +279,11 @@ class _Reader:
     def _lines(self, frames: Any, where: str) -> tuple[tuple[str, ...], str | None]:
         found = self._stacks.get(id(frames))  # the file keeps them, so numbers are not used again
         if found is None:
-            if not isinstance(frames, (list, tuple)):
-                raise _wrong(f"{where}['frames']", frames, "a list")
+            _checked(frames, (list, tuple), f"{where}['frames']")
             for place, frame in enumerate(frames):
                 inner = f"{where}['frames'][{place}]"
-                if not isinstance(frame, dict):
-                    raise _wrong(inner, frame, "a dict")
                 for key in ("name", "filename"):
-                    if not isinstance(frame.get(key), str):
-                        raise _wrong(f"{inner}[{key!r}]", frame.get(key), "text")
+                    _checked(_checked(frame, dict, inner).get(key), str, f"{inner}[{key!r}]")
                 if len(frame["filename"]) > _PATH:
                     raise _wrong(f"{inner}['filename']", frame["filename"], "a path")
                 _number(frame, "line", inner)
@@ -307,20 +293,15 @@ class _Reader:
     def _segment(self, segment: Mapping[str, Any], where: str) -> Segment:
         address, size = _number(segment, "address", where), _number(segment, "total_size", where)
         blocks, place = [], address
-        given = segment.get("blocks")
-        if not isinstance(given, list):
-            raise _wrong(f"{where}['blocks']", given, "a list")
+        given = _checked(segment.get("blocks"), list, f"{where}['blocks']")
         for number, block in enumerate(given):
             inner = f"{where}['blocks'][{number}]"
-            if not isinstance(block, dict):
-                raise _wrong(inner, block, "a dict")
-            at = _number(block, "address", inner, place)  # older files have none
+            # Older files have no addresses.
+            at = _number(_checked(block, dict, inner), "address", inner, place)
             taken = _number(block, "size", inner)
             asked = _number(block, "requested_size", inner, taken)
             place = at + taken
-            found, state = None, block.get("state")
-            if not isinstance(state, str):
-                raise _wrong(f"{inner}['state']", state, "text")
+            found, state = None, _checked(block.get("state"), str, f"{inner}['state']")
             if state in _LIVE:
                 found = self._live.get(at)
                 if found is None:
@@ -372,6 +353,13 @@ def _names(data: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
 def _listed(about: Mapping[str, Any], key: str) -> list[Any]:
     found = about.get(key)
     return found if isinstance(found, list) else []
+
+
+def _checked(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """Returns a value, which must be of a kind, or of one of several that are called alike."""
+    if not isinstance(value, kind):
+        raise _wrong(what, value, _WORDS[kind if isinstance(kind, type) else kind[0]])
+    return value
 
 
 def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

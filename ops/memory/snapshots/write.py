@@ -247,12 +247,12 @@ def tagged(
     for event in events_of(found, row, min(notes, default=0)):
         following.see(event)
     following.note(Note(list(after)))
-    made = iter(following.of_trace)
+    allocations = iter(following.of_trace)
     words = _TorchWords()
     for entry in trace:
         action = entry["action"]
         if action == "alloc":
-            live[entry["addr"]] = tag = Tag.of(next(made))
+            live[entry["addr"]] = tag = Tag.of(next(allocations))
             words.put(entry, tag)
         elif action in ("free_requested", "free_completed"):
             tag = live.get(entry["addr"], earlier.get(entry["addr"]))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..._core.weight_modes import RESIDUALS
 from ...functional.dynamic_map import dynamic_map
-from ...optim.adam8bit import OPTIONS
-from ...optim.block_scales import ABSMAXS, zero_absmaxs
+from ...optim.adam8bit import Adam8bit
+from ...optim.block_scales import absmax_of, zero_absmaxs
 from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import MOMENTS, Context, Library, State, cast, step64
 
@@ -100,17 +100,19 @@ def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
     if "max_exp_avg_sq" in state.moments or not context.is_8bit(state.moments["exp_avg"]):
         return _write_headroom(state, context)
     entry: dict[str, Any] = {"step": step64(state)}
-    for name, absmax in zip(MOMENTS, ABSMAXS):
+    for name in Adam8bit.code_names:
         codes = codes_of(state.moments[name], context.block_size, name == "exp_avg", any_order=True)
         entry[name] = codes.codes
         shape = zero_absmaxs(codes.codes, context.block_size).shape
-        entry[absmax] = codes.absmax.view(shape)
+        entry[absmax_of(name)] = codes.absmax.view(shape)
     return entry | state.residual
 
 
 LIBRARIES = {
     "headroom": Library(_read, _write_headroom, TORCH_OPTIONS, OUR_OPTIONS),
-    "headroom-8bit": Library(_read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *OPTIONS)),
+    "headroom-8bit": Library(
+        _read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *Adam8bit.own_options)
+    ),
     "torch": Library(_read, _write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), casts=True),
     "torchao-8bit": Library(_read, _write_torchao_8bit, {"amsgrad": False}, casts=True),
     "apex": Library(_read, _write_apex, {"bias_correction": True}, ("step",), casts=True),

@@ -44,7 +44,8 @@ def convert_state(
             ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
             ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of
             Adafactor need no conversion: Headroom's loads torch's, and with ``semantics="hf"``
-            those of transformers.
+            those of transformers. Nor do those of SGD: Headroom's loads torch's, and the other way
+            round.
         from_: the library of ``source``, if its keys do not tell.
         param_dtype: the dtype of the parameters, if ``source`` is a state dict, which does not say.
             Many loaders cast states to it; the report then includes that loss.

@@ -45,7 +45,12 @@ def detect(state_dict: dict[str, Any]) -> str:
             "states of Adafactor are not converted: headroom.optim.Adafactor loads those of torch, "
             "and with semantics='hf' those of transformers"
         )
-    if "exp_avg_absmax" in keys:
+    if "momentum_buffer" in keys:
+        raise ValueError(
+            "states of SGD are not converted: headroom.optim.SGD and SGD8bit load those of torch, "
+            "and torch loads those of headroom.optim.SGD"
+        )
+    if {"exp_avg_absmax", "exp_avg_sq"} <= keys:
         return "headroom-8bit"
     if any(hasattr(entry.get("exp_avg"), "codes") for entry in entries):
         return "torchao-8bit"

@@ -121,7 +121,7 @@ def recut(
     """Changes the codes of a moment in place from the blocks whose scales are ``saved``, of all old
     shards, to the blocks of this shard, and writes their scales to ``scales``, which holds zeros.
     Returns what became of the blocks of this shard."""
-    is_signed = name == "exp_avg"
+    is_signed = name != "exp_avg_sq"
     first, local = first_element(codes), flattened(local_part(codes))
     row = math.prod(codes.shape[1:])
     ranks, blocks = (saved.shape[0], saved.shape[-1]) if saved.dim() > 2 else (1, saved.numel())

@@ -12,7 +12,7 @@ class Recut(NamedTuple):
     """Counts the blocks of an 8-bit moment that was cut into others."""
 
     param: str
-    name: str  # "exp_avg" or "exp_avg_sq"
+    name: str  # "exp_avg", "exp_avg_sq" or "momentum_buffer"
     kept: int  # blocks that have the codes and the scale that were saved
     requantized: int  # blocks that were parts of several
     error: float = 0.0  # the largest of an element

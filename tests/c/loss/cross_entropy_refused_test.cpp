@@ -68,7 +68,7 @@ template <class Run> BadInputs<Run> bad_everywhere()
 TEST_P(CrossEntropyRefused, BadInputs)
 {
     CrossEntropyCase c;
-    c.weight = true, c.z_loss = 0.1;
+    c.weight = true, c.workspace = true, c.z_loss = 0.1;
     using Forward = RunOf<CrossEntropyRun, &CrossEntropyRun::forward>;
     expect_all_refused<Forward>(
         *backend, c,
@@ -96,17 +96,21 @@ TEST_P(CrossEntropyRefused, BadInputs)
               {"logits is NULL", [](Backward &r) { r.logits_argument = nullptr; }},
               {"logits->data is NULL", [](Backward &r) { r.logits_rows.data = nullptr; }}}}));
     using Reduce = RunOf<CrossEntropyRun, &CrossEntropyRun::reduce>;
-    expect_all_refused<Reduce>(*backend, c,
-                               joined<Reduce>({bad_everywhere<Reduce>(),
-                                               {null_of<Reduce>("loss", &CrossEntropyRun::loss),
-                                                null_of<Reduce>("lse", &CrossEntropyRun::lse),
-                                                odd<Reduce>("loss", &CrossEntropyRun::loss),
-                                                odd<Reduce>("lse", &CrossEntropyRun::lse),
-                                                odd<Reduce>("result", &CrossEntropyRun::result),
-                                                odd<Reduce>("factors", &CrossEntropyRun::factors),
-                                                {"result and factors are NULL", [](Reduce &r) {
-                                                     r.result.data[0] = r.factors.data[0] = nullptr;
-                                                 }}}}));
+    expect_all_refused<Reduce>(
+        *backend, c,
+        joined<Reduce>({bad_everywhere<Reduce>(),
+                        {null_of<Reduce>("loss", &CrossEntropyRun::loss),
+                         null_of<Reduce>("lse", &CrossEntropyRun::lse),
+                         odd<Reduce>("loss", &CrossEntropyRun::loss),
+                         odd<Reduce>("lse", &CrossEntropyRun::lse),
+                         odd<Reduce>("result", &CrossEntropyRun::result),
+                         odd<Reduce>("factors", &CrossEntropyRun::factors),
+                         {"config->workspace is at .* multiple of 8",
+                          [](Reduce &r) { r.config.workspace = moved(r.config.workspace, 4); }},
+                         {"config->workspace_bytes is 16383, wanted 16384",
+                          [](Reduce &r) { r.config.workspace_bytes--; }},
+                         {"result and factors are NULL",
+                          [](Reduce &r) { r.result.data[0] = r.factors.data[0] = nullptr; }}}}));
     CrossEntropyRun run(*backend, c);
     expect_no_such_device(run);
     Backward gradient(*backend, c);

@@ -26,6 +26,11 @@ CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
 {
     targets.emplace_back(on, bytes_of_targets(c.rows, c.classes, c.ignored, c.int32));
     argmaxes.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
+    if (c.workspace) {
+        workspaces.emplace_back(on, std::vector<uint8_t>(HR_CROSS_ENTROPY_WORKSPACE, 0xFF));
+        config.workspace = workspaces[0].data();
+        config.workspace_bytes = HR_CROSS_ENTROPY_WORKSPACE;
+    }
     target = targets[0].data();
     argmax = argmaxes[0].data();
     config.dtype = c.dtype;
@@ -96,7 +101,7 @@ bool CrossEntropyRun::whole() const
 {
     return intact({&logits.buffers, &grad.buffers, &weight.buffers, &loss.buffers, &lse.buffers,
                    &lse_low.buffers, &dloss.buffers, &result.buffers, &factors.buffers, &targets,
-                   &argmaxes});
+                   &argmaxes, &workspaces});
 }
 
 int64_t CrossEntropyRun::target_of(int64_t row) const
@@ -120,7 +125,8 @@ std::ostream &operator<<(std::ostream &out, const CrossEntropyCase &c)
     return out << c.rows << " x " << c.classes << ", gap " << c.gap << ", shift " << c.shift << ", "
                << name_of(c.dtype) << " to " << name_of(c.grad_dtype)
                << (c.weight ? ", weights" : "") << (c.per_row ? ", gradients per row" : "")
-               << (c.in_place ? ", in place" : "") << ", smoothing " << c.smoothing << ", softcap "
-               << c.softcap << ", z-loss " << c.z_loss << ", reduction " << c.reduction << ", size "
-               << c.size << (c.special ? ", special values" : "");
+               << (c.in_place ? ", in place" : "") << (c.workspace ? ", workspace" : "")
+               << ", smoothing " << c.smoothing << ", softcap " << c.softcap << ", z-loss "
+               << c.z_loss << ", reduction " << c.reduction << ", size " << c.size
+               << (c.special ? ", special values" : "");
 }

@@ -9,6 +9,7 @@ struct CrossEntropyCase {
     hr_dtype dtype = HR_F32, grad_dtype = HR_F32;
     double weigh = 1; // multiplies the weights
     bool weight = false, per_row = false, low = true, in_place = false, int32 = false;
+    bool workspace = false;
     double smoothing = 0, softcap = 0, z_loss = 0;
     hr_cross_entropy_reduction reduction = HR_REDUCE_MEAN;
     size_t shift = 0;     // elements past an aligned address
@@ -36,7 +37,7 @@ class CrossEntropyRun
 
     Backend &backend;
     CrossEntropyCase shape;
-    std::vector<Buffer> targets, argmaxes;
+    std::vector<Buffer> targets, argmaxes, workspaces;
     Tensors logits, grad, weight, loss, lse, lse_low, dloss, result, factors;
     // Arguments, for a test to spoil.
     hr_rows logits_rows, grad_rows;

@@ -29,6 +29,7 @@ std::vector<CrossEntropyCase> cases()
                 c.per_row = k % 3 == 1;
                 c.int32 = k % 5 == 1;
                 c.low = k % 7 != 6;
+                c.workspace = k / 3 % 2;
                 c.reduction = k % 3 == 0 ? HR_REDUCE_SUM : HR_REDUCE_MEAN;
                 c.size = k % 5 == 4 ? 60 : 4;
                 if (options) {
@@ -40,6 +41,12 @@ std::vector<CrossEntropyCase> cases()
                 k++;
             }
     all.push_back({.rows = 0, .classes = 9, .reduction = HR_REDUCE_SUM});
+    for (const bool workspace : {false, true}) /* on CUDA with it in two parts */
+        all.push_back({.rows = 2048 + 75,
+                       .classes = 3,
+                       .weight = true,
+                       .workspace = workspace,
+                       .z_loss = 1e-2});
     return all;
 }
 
@@ -302,6 +309,30 @@ TEST_P(CrossEntropy, RowsThatWeighLittle)
             EXPECT_NEAR(run.result.values(0)[0], exact, 4 * kUnit * exact);
         }
     }
+}
+
+// More rows than there are parts of 2,048: each row has a loss and weight of 1 or none.
+TEST_P(CrossEntropy, AsManyRowsAsTakeLargerParts)
+{
+    const int64_t rows = 512 * 2048 + 1, counted = rows - (rows + 6) / 7;
+    std::vector<int32_t> targets(static_cast<size_t>(rows), 0);
+    for (size_t i = 0; i < targets.size(); i += 7)
+        targets[i] = -100;
+    CrossEntropyRun run(*backend, {.rows = 1, .int32 = true, .workspace = true});
+    const Buffer target(
+        *backend, std::vector<uint8_t>(reinterpret_cast<const uint8_t *>(targets.data()),
+                                       reinterpret_cast<const uint8_t *>(targets.data() + rows)));
+    const Tensors loss(*backend, {rows}, {HR_F32}, 0, [](size_t, size_t) { return 1; });
+    ASSERT_EQ(hr_cross_entropy_reduce(static_cast<float *>(run.result.data[0]),
+                                      static_cast<float *>(run.factors.data[0]),
+                                      static_cast<const float *>(loss.data[0]), nullptr,
+                                      target.data(), nullptr, rows, run.classes, &run.config,
+                                      &run.exec),
+              HR_OK)
+        << hr_last_error();
+    EXPECT_EQ(run.result.values(0)[0], 1);
+    EXPECT_EQ(run.factors.values(0)[0], double(float(1 / double(counted))));
+    EXPECT_TRUE(run.whole());
 }
 
 // The factors can be had before there is a loss, and have the same bits.

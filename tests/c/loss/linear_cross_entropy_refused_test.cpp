@@ -41,13 +41,15 @@ TEST_P(LinearCrossEntropyRefused, BadInputsAmongTargetsAreNamedOnRequest)
 {
     const int64_t huge = std::numeric_limits<int32_t>::max();
     for (const bool int32 : {false, true})
-        for (const auto &[row, target] : {std::pair<int64_t, int64_t>{4, 11}, {0, -1}, {298, huge}})
+        for (const auto &[row, target] :
+             {std::pair<int64_t, int64_t>{4, 11}, {0, -1}, {2998, huge}})
             for (const int64_t sequence : {0, 10}) {
-                Call run(*backend, {.rows = 300, .int32 = int32, .sequence = sequence});
+                Call run(*backend, {.rows = 3000, .int32 = int32, .sequence = sequence});
                 run.config.check_target = 1;
                 run.set_target(row, target);
-                for (const int64_t later : {row + 256, int64_t(299)}) // also of the same thread
-                    run.set_target(std::min(later, int64_t(299)), -7);
+                /* also of the same thread, and of another part */
+                for (const int64_t later : {row + 512, int64_t(2999)})
+                    run.set_target(std::min(later, int64_t(2999)), -7);
                 const std::vector<uint8_t> before = run.image();
                 EXPECT_EQ(run.forward(), HR_INVALID_ARGUMENT);
                 EXPECT_TRUE(matches(hr_last_error(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headroom.adapters import adapters_disabled, delete_adapter, use_adapters
-from headroom.nn import LEVELS, LoRALinear, Transformer, TransformerConfig
+from headroom.nn import LEVELS, LoRAEmbedding, LoRALinear, Transformer, TransformerConfig
 from torch import nn
 from torch.nn.utils import prune
 
@@ -119,14 +119,15 @@ def test_all_linear_is_what_peft_takes_it_for(name):
     assert all(name.startswith("cls.") for name in others)  # outside of the base model of Bert
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("to", [None, "nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3", "GPT2", "Bert"])
-def test_levels_of_patched_models_give_equal_gradients(name, dtype, to):
+def test_levels_of_patched_models_give_equal_gradients(name, dtype, to, dora):
     model, inputs = model_of(name).to(dtype), inputs_of(padded=True, tokens=16)
     if to is not None:
         headroom.quantize(model, to)
-    headroom.lora(model, 3, alpha=5)
+    headroom.lora(model, 3, alpha=5, dora=dora)
     shake(model)
     theirs = gradients(copy.deepcopy(model), **inputs)
     exact = headroom.dequantize(copy.deepcopy(model)).double()
@@ -143,15 +144,16 @@ def test_levels_of_patched_models_give_equal_gradients(name, dtype, to):
     assert error(wanted, exact) <= 2 * error(theirs, exact)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("to", [None, "nf4"])
-def test_levels_of_our_blocks_and_checkpoints(to, dropout):
+def test_levels_of_our_blocks_and_checkpoints(to, dropout, dora):
     sizes = dict(vocab_size=40, hidden_size=32, features=48, layers=2, heads=4)
     torch.manual_seed(3)
     model = Transformer(TransformerConfig(**sizes))
     if to is not None:
         headroom.quantize(model, to)
-    assert len(headroom.lora(model, 3, dropout=dropout).adapted) == 8
+    assert len(headroom.lora(model, 3, dropout=dropout, dora=dora).adapted) == 8
     shake(model)
     ids = torch.randint(40, (2, 8))
 
@@ -163,7 +165,7 @@ def test_levels_of_our_blocks_and_checkpoints(to, dropout):
         return found
 
     wanted = step(model)
-    assert len(wanted) == 16
+    assert len(wanted) == 16 + 8 * dora
     for level in (*LEVELS, "L2@host"):
         headroom.patch(model, level)
         assert_same_bits(step(model), wanted)
@@ -185,6 +187,21 @@ def test_adapters_after_a_patch_and_quantizing_after_adapters():
     assert [one.name for one in report.quantized] == [f"{n}.base_layer" for n in layers_of(model)]
     low = gradients(model, **inputs)
     assert 0 < error(low, wanted) < 0.1
+
+
+def test_copies_that_train_and_what_they_are_made_of_are_not_quantized():
+    model, inputs = model_of("Llama"), inputs_of()
+    headroom.lora(model, 2, modules_to_save=["lm_head"])
+    headroom.lora(model, 2, modules_to_save=["lm_head"], name="second")
+    report = headroom.quantize(shake(model))
+    assert len(report.quantized) == 14
+    assert {one.name for one in report.left if "lm_head" in one.name} == {
+        "lm_head.original_module.weight",
+        "lm_head.modules_to_save.default.weight",
+        "lm_head.modules_to_save.second.weight",
+    }
+    use_adapters(model, "default")
+    assert "lm_head.modules_to_save.default.weight" in gradients(model, **inputs)
 
 
 def test_several_adapters_are_switched_summed_and_disabled():
@@ -223,6 +240,146 @@ def test_several_adapters_are_switched_summed_and_disabled():
     for call in (use_adapters, delete_adapter):
         with pytest.raises(ValueError, match=r"no adapter 'second'; it has \['default'\]"):
             call(model, "second")
+
+
+def test_embeddings_that_are_named_have_adapters():
+    model, ids = Model(), torch.tensor([[1, 4, 4], [0, 19, 1]])
+    assert "embedding" not in names(headroom.lora(copy.deepcopy(model)))
+    plain = model(ids)
+    report = headroom.lora(model, 3, targets=["embedding", "up"])
+    assert [(one.name, one.was, one.numel) for one in report.adapted] == [
+        ("embedding", "Embedding", 3 * (20 + 32)),
+        ("up", "Linear", 3 * (32 + 72)),
+    ]
+    assert isinstance(model.embedding, LoRAEmbedding)
+    assert_same_bits(model(ids), plain)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {"embedding.lora_embedding_A.default", "embedding.lora_embedding_B.default"} < trained
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    for _ in range(2):  # of which the first moves the one of two factors that is zero
+        model(ids).square().sum().backward()
+        optimizer.step()
+    changed = model(ids)
+    assert not torch.allclose(changed, plain)
+    with adapters_disabled(model):
+        assert_same_bits(model(ids), plain)
+    headroom.lora(model, 2, targets="embedding", name="second")
+    assert model.embedding.active == ("second",) and not model.up.active
+    use_adapters(model, "default", "second")
+    torch.testing.assert_close(model(ids), changed)
+    scaled = model_of("Llama")  # as in Gemma 3
+    scaled.model.embed_tokens.max_norm = 1.0
+    with pytest.raises(ValueError, match="no linear layer or embedding with the name 'embed_tok"):
+        headroom.lora(scaled, targets=["embed_tokens"])
+
+
+def test_an_embedding_that_scales_scales_its_adapters():
+    kind = transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(10, 6, padding_idx=0, embed_scale=3.0))
+    headroom.lora(model, 2, targets=["0"])
+    layer, ids = model[0], torch.tensor([2, 5])
+    nn.init.normal_(layer.lora_embedding_A["default"])
+    a, b = layer.matrices("default")
+    weight = layer.weight + (b @ a).T
+    torch.testing.assert_close(layer(ids), 3 * F.embedding(ids, weight))
+    wanted = layer(ids)
+    headroom.merge(model)
+    assert type(model[0]) is kind
+    torch.testing.assert_close(model(ids), wanted)
+
+
+def test_copies_of_modules_are_switched_with_their_adapters():
+    model, ids = Model(), torch.arange(5)
+    plain = model(ids)
+    report = headroom.lora(model, 2, modules_to_save=["head", "norm"])
+    assert names(report) == ["up", "down"] and not report.left
+    assert [(one.name, one.was, one.numel) for one in report.copied] == [
+        ("norm", "LayerNorm", 64),
+        ("head", "Linear", 33 * 20),
+    ]
+    assert "  a copy of head (Linear): 660" in str(report)
+    assert_same_bits(model(ids), plain)
+    assert model.head.out_features == 20 and model.head.weight.requires_grad
+    state = set(model.state_dict())
+    assert {"head.original_module.weight", "head.modules_to_save.default.weight"} < state
+    nn.init.normal_(model.head.modules_to_save["default"].weight)
+    first = model(ids)
+    assert not torch.allclose(first, plain)
+    headroom.lora(model, 2, name="second", targets=["up"])
+    assert_same_bits(model(ids), plain)
+    assert not model.head.modules_to_save["default"].weight.requires_grad
+    headroom.lora(model, 2, name="third", targets=["up"], modules_to_save=["head"])
+    nn.init.zeros_(model.head.modules_to_save["third"].weight)
+    third = model(ids)
+    use_adapters(model, "default", "second")
+    assert_same_bits(model(ids), first)
+    with pytest.raises(ValueError, match=r"'head': \['default', 'third'\] have a copy of it each"):
+        use_adapters(model, "default", "third")
+    assert_same_bits(model(ids), first)
+    with adapters_disabled(model):
+        assert_same_bits(model(ids), plain)
+    use_adapters(model, "third")
+    assert_same_bits(model(ids), third)
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bits(one(ids), third)
+    delete_adapter(model, "third")
+    assert_same_bits(model(ids), plain)
+    assert model.head.names == ["default"]
+
+
+def test_the_loss_reads_the_copy_of_a_head():
+    """Without logits, as of a head that has no copy."""
+    model, inputs = model_of("Llama"), inputs_of()
+    headroom.lora(model, 2, modules_to_save=["lm_head"])
+    shake(model).lm_head.weight.data += 0.1
+    wanted = gradients(model, **inputs)
+    headroom.patch(model, loss=True)
+    assert model(**inputs).logits is None
+    assert error(gradients(model, **inputs), wanted) < 1e-5
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert model(**inputs).logits is not None
+
+
+def test_what_cannot_be_trained_by_a_copy():
+    tied = model_of("Llama", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="'lm_head' and 'model.embed_tokens' have the same weight"):
+        headroom.lora(tied, targets=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="'model.embed_tokens' and 'lm_head' have the same weight"):
+        headroom.lora(tied, targets=["embed_tokens"])
+    model = model_of("Llama")
+    with pytest.raises(ValueError, match="is a ModuleList, which is never called"):
+        headroom.lora(model, targets=["lm_head"], modules_to_save=["layers"])
+    with pytest.raises(
+        ValueError, match="mlp' is to train as a whole, and .*_proj' has an adapter"
+    ):
+        headroom.lora(model, targets=["up_proj"], modules_to_save=["mlp"])
+    with pytest.raises(TypeError, match="modules_to_save is 'mlp', wanted a list of names"):
+        headroom.lora(model, modules_to_save="mlp")
+    headroom.quantize(model, skip=[])
+    with pytest.raises(ValueError, match="'lm_head' has a weight in few bits"):
+        headroom.lora(model, targets=["q_proj"], modules_to_save=["lm_head"])
+    assert not layers_of(model)
+
+
+def test_dora_measures_rows_that_it_can_read():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 8, quant_type="nf4"), nn.Linear(8, 2))
+    model.to("cpu")
+    with pytest.raises(ValueError, match="'0': its weight is in bits of bitsandbytes"):
+        headroom.lora(model, 2, dora=True, targets=["0"])
+    assert not layers_of(model)
+    model = Model()
+    headroom.lora(model, 2, dora=True)
+    headroom.lora(model, 2, name="second")
+    with pytest.raises(ValueError, match="'up': .* cannot be added up, because one has DoRA"):
+        use_adapters(model, "default", "second")
+    assert model.up.active == ("second",) and model.down.active == ("second",)
+    shapes = {name: p.shape for name, p in model.named_parameters() if "magnitude" in name}
+    assert shapes == {
+        "up.lora_magnitude_vector.default.weight": (72,),
+        "down.lora_magnitude_vector.default.weight": (32,),
+    }
 
 
 def test_a_module_that_is_used_twice_has_one_adapter():
@@ -273,7 +430,7 @@ def test_bad_arguments_change_nothing():
         (dict(dropout=1), "dropout is 1"),
         (
             dict(targets=["up", "left"]),
-            "targets: the model has no linear layer with the name 'left'",
+            "targets: the model has no linear layer or embedding with the name 'left'",
         ),
         (dict(targets=r"0\.up"), "Model has no such linear layer"),
         (dict(targets=[]), "Model has no such linear layer"),
@@ -281,6 +438,8 @@ def test_bad_arguments_change_nothing():
         (dict(name="a.b"), "name is 'a.b'"),
         (dict(name=""), "name is ''"),
         (dict(name="keys"), "name is 'keys'"),
+        (dict(modules_to_save=["left"]), "modules_to_save: the model has no module with the name"),
+        (dict(modules_to_save=["up"], targets=["up"]), "'up' is to train as a whole, and 'up' has"),
     ]
     for given, message in bad:
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
@@ -304,12 +463,21 @@ def test_meta_copies_and_pickles():
     wanted = shake(model)(torch.arange(4))
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same_bits(one(torch.arange(4)), wanted)
+    with torch.device("meta"):
+        empty = Model()
+    targets = ["embedding", "up", "down"]
+    options = dict(targets=targets, dora=True, modules_to_save=["head"])
+    assert (
+        headroom.lora(empty, 4, **options).trained == headroom.lora(Model(), 4, **options).trained
+    )
 
 
-def test_autocast_compilation_and_casts():
+@pytest.mark.parametrize("dora", [False, True])
+def test_autocast_compilation_and_casts(dora):
     model, inputs = model_of("Llama"), inputs_of()
     headroom.quantize(model)
-    headroom.lora(model, 3)
+    targets = ["embed_tokens", "q_proj", "up_proj", "down_proj"] if dora else "all-linear"
+    headroom.lora(model, 3, dora=dora, targets=targets, modules_to_save=["lm_head"] * dora)
     headroom.patch(model, "L2")
     wanted = gradients(shake(model), **inputs)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

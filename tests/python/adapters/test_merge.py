@@ -24,8 +24,10 @@ def adapted(name="Llama", to=None, dtype=torch.float32, std=0.05, **options):
     headroom.lora(model, 3, alpha=5, **options)
     torch.manual_seed(4)
     for key, p in model.named_parameters():
-        if "lora_B" in key:
+        if "lora_B" in key or "lora_embedding_A" in key:
             nn.init.normal_(p, std=std)
+        if "magnitude" in key:
+            p.data *= 1 + 0.2 * torch.rand_like(p)
     return model.eval()
 
 
@@ -46,14 +48,18 @@ def exact_weight(layer):
     for name in layer.active:
         a, b = layer.lora_A[name].weight.double(), layer.lora_B[name].weight.double()
         total = total + layer.adapters[name].scale * (b @ a).detach()
+        if layer.adapters[name].dora:
+            lengths = layer.magnitude(name).detach().double() / total.norm(dim=1)
+            total = total * lengths.unsqueeze(1)
     return total
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("to", [None, "nf4", "int8"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
-def test_weights_are_the_sum_rounded_once(name, to, dtype):
-    model = adapted(name, to, torch.bfloat16 if dtype is None else torch.float32)
+@pytest.mark.parametrize("dora", [False, True])
+def test_weights_are_the_sum_rounded_once(name, to, dtype, dora):
+    model = adapted(name, to, torch.bfloat16 if dtype is None else torch.float32, dora=dora)
     before = {path: exact_weight(layer) for path, layer in layers_of(model).items()}
     state = copy.deepcopy(model.state_dict())
     wanted = logits(model)
@@ -73,6 +79,32 @@ def test_weights_are_the_sum_rounded_once(name, to, dtype):
     assert [*layers_of(model)] == [*before]
     assert_same_bits(list(model.state_dict().values()), list(state.values()))
     assert_same_bits(logits(model), wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_embeddings_and_copies_of_modules(dora):
+    options = dict(targets=["embed_tokens", "up_proj"], modules_to_save=["lm_head", "norm"])
+    model = adapted(dora=dora, **options)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    head.weight.data += 0.1
+    state, wanted = copy.deepcopy(model.state_dict()), logits(model)
+    a, b = embedding.matrices("default")
+    total = (embedding.weight.double() + embedding.adapters["default"].scale * (b @ a).T).detach()
+    if dora:
+        total = total * (embedding.magnitude("default") / total.norm(dim=0))
+    for _ in range(2):
+        report = headroom.merge(model)
+        assert type(model.model.embed_tokens) is nn.Embedding
+        torch.testing.assert_close(model.model.embed_tokens.weight.double(), total)
+        assert model.lm_head is head.modules_to_save["default"]
+        assert [one.name for one in report.merged][-2:] == ["model.norm", "lm_head"]
+        torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+        again = copy.deepcopy(model)
+        headroom.unmerge(model)
+        assert model.lm_head is head and model.model.embed_tokens is embedding
+        assert_same_bits(list(model.state_dict().values()), list(state.values()))
+        assert_same_bits(logits(model), wanted)
+        assert_same_bits(logits(headroom.unmerge(again)), wanted)
 
 
 def test_what_is_lost_is_what_rounding_took():

@@ -336,3 +336,44 @@ def test_the_doctor_by_itself(capsys):
                 "error": "unrecognized arguments: x",
                 "type": "ArgumentError",
             }
+
+
+def test_a_quota_on_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {1, 5, 6})
+    write(tmp_path / "proc/self/cgroup", "0::/a\n")
+    write(tmp_path / "sys/fs/cgroup/a/cpu.max", "150000 100000\n")
+    found = named(examine(tmp_path))["devices", "quota of the cgroup"]
+    assert found.value == "1.5 processors" and found.status == NOTE
+    write(tmp_path / "sys/fs/cgroup/a/cpu.max", "400000 100000\n")
+    assert ("devices", "quota of the cgroup") not in named(examine(tmp_path))
+
+
+LOADERS = """import torch
+from torch.utils.data import DataLoader
+
+def loader():
+    return DataLoader(torch.arange(32.0), batch_size=4)
+
+def with_step():
+    return loader(), 0.5
+
+def broken():
+    raise ZeroDivisionError("no data")
+"""
+
+
+def test_a_loader_is_advised_on(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "loaders_of_a_test.py", LOADERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(headroom.data.costs, "SECONDS", 0.02)
+    monkeypatch.setattr(doctor, "examine", lambda: [])
+    assert main(["doctor", "--json", "--loader", "loaders_of_a_test:with_step"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loader"]["costs"]["step_seconds"] == 0.5 and found["broken"] == 0
+    assert found["loader"]["settings"]["num_workers"] == 0
+    assert main(["doctor", "--loader", "loaders_of_a_test:loader"]) == 0
+    assert "\nloader\nadvised     num_workers=" in capsys.readouterr().out
+    for name, why in (("broken", "no data"), ("nothing", "has no attribute"), ("", "not callable")):
+        assert main(["doctor", "--json", "--loader", f"loaders_of_a_test:{name}"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["broken"] == 1 and why in found["findings"][0]["value"]

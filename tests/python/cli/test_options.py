@@ -57,7 +57,7 @@ USAGE = {
     "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
     "[--param-dtype {float32,bfloat16,float16}] [--block-size BLOCK_SIZE] "
     "[--min-8bit-size MIN_8BIT_SIZE] [--json] IN OUT",
-    "doctor": "[--json]",
+    "doctor": "[--loader MODULE:FUNCTION] [--json]",
 }
 
 
@@ -111,7 +111,7 @@ def test_defaults():
         ("convert", "a", "b", "--to", "torch"): {"source": a, "target": b, "to": "torch"}
         | {"from_": None, "key": None, "param_dtype": None, "block_size": None}
         | {"min_8bit_size": 4096},
-        ("doctor",): {},
+        ("doctor",): {"loader": None},
     }
     for words, wanted in expected.items():
         found = vars(read(*words))

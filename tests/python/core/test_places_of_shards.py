@@ -15,7 +15,7 @@ from headroom._core.dtensor import (
     shard_number,
     sharded_dim,
 )
-from headroom._core.fsdp import fsdp_class
+from headroom._core.ranks import fsdp_class
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -68,6 +68,12 @@ def with_adapters():
     return peft.get_peft_model(model, settings), batch
 
 
+def with_our_adapters():
+    model, batch = llama()
+    headroom.lora(model, 4)
+    return model, batch
+
+
 def fit(model, batch, budget="1 GiB", **options):
     if isinstance(batch, tuple):
         options["loss"] = nn.functional.mse_loss
@@ -89,6 +95,11 @@ CHOICES = {
     "8 bits": (llama, NF4 | LEVELS | {"optimizer": "8bit", "micro_batches": 2}),
     "host": (llama, NF4 | {"levels": ["L1@host", "L1"], "offload": True}),
     "adapters": (with_adapters, NF4 | {"levels": ["L1", "L1"], "micro_batches": 2}),
+    "ours": (with_our_adapters, NF4 | LEVELS | {"micro_batches": 2}),
+    "ours, 8 bits": (with_our_adapters, {"frozen": "int8", "optimizer": "8bit"}),
+    "ours, release": (with_our_adapters, NF4 | {"levels": ["L5", "L1"], "release": True}),
+    "ours, given": (with_our_adapters, LEVELS | {"frozen": "given", "optimizer": "8bit"}),
+    "ours, host": (with_our_adapters, NF4 | {"levels": ["L1@host", "L1"], "offload": True}),
 }
 
 
@@ -102,13 +113,13 @@ def test_a_plan_is_what_a_step_takes(name):
     assert abs(fitted.predicted_peak / fitted.measured_peak - 1) <= 0.001
     assert fitted.predicted_host == fitted.measured_host or not choice.get("offload")
     layers = [m for m in model.modules() if isinstance(m, headroom.nn.Linear4bit)]
-    assert layers or choice["frozen"] == "int8"
+    assert bool(layers) == (choice["frozen"] == "nf4")
     held = {id(p) for group in fitted.optimizer.param_groups for p in group["params"]}
     assert not any(id(p) in held for p in model.parameters() if not p.requires_grad)
 
 
 @pytest.mark.parametrize("to", ["nf4", "int8"])
-@pytest.mark.parametrize("make", [stack, llama, with_adapters])
+@pytest.mark.parametrize("make", [stack, llama, with_adapters, with_our_adapters])
 def test_the_bits_are_those_of_quantizing_by_hand(make, to):
     model, batch = make()
     by_hand = copy.deepcopy(model)
@@ -133,8 +144,9 @@ def test_the_bits_are_those_of_quantizing_by_hand(make, to):
         assert torch.equal(fitted.step(batch), loss.detach())
 
 
-def test_weights_are_quantized_only_where_nothing_fits_otherwise():
-    model, batch = llama()
+@pytest.mark.parametrize("make", [llama, with_our_adapters])
+def test_weights_are_quantized_only_where_nothing_fits_otherwise(make):
+    model, batch = make()
     params = [p for p in model.parameters() if p.requires_grad]
     options = dict(optimizer=torch.optim.AdamW(params), allow=("nf4", "int8"))
     ladder = headroom.ladder(model, batch, **options)
@@ -147,7 +159,8 @@ def test_weights_are_quantized_only_where_nothing_fits_otherwise():
     assert [fitted.choice.frozen for fitted in found.values()] == [*found]
     four = found["nf4"]
     assert found["given"].choice.micro_batches > 1 and "frozen in nf4" in str(four.choice)
-    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    layer = model.model.layers[0].mlp.up_proj
+    assert type(getattr(layer, "base_layer", layer)) is nn.Linear
     rows = {change.technique: change for change in four.changes}
     assert rows["frozen weights"].after == "nf4" and rows["frozen weights"].bytes < 0
     assert sum(c.bytes for c in four.changes) == four.predicted_peak - four.before_peak
@@ -368,3 +381,26 @@ def test_what_to_allow_is_said():
     with pytest.raises(DoesNotFit) as refused:
         fit(model, batch, budget)
     assert "int8" not in str(refused.value) and "nf4" not in str(refused.value)
+
+
+def test_adapters_in_place_of_all_weights_are_named():
+    model, batch = llama()
+    model.requires_grad_(True)
+    few_bits, dense = r"headroom\.quantize\(model\), then headroom\.lora", r"headroom\.lora\(model"
+    found = {}
+    for name in (dense, few_bits):
+        adapted, _ = llama()
+        if name is few_bits:
+            headroom.quantize(adapted)
+        headroom.lora(adapted, 16)
+        plan = given(adapted, batch, {"levels": ["L4", "L4"], "release": True}, dry_run=True)
+        budget = plan.predicted_peak + (64 << 10)  # which plans do not see
+        with pytest.raises(
+            DoesNotFit, match=rf"or {name}.*, which trains adapters alone"
+        ) as refused:
+            fit(model, batch, budget)
+        found[name] = str(refused.value)
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(DoesNotFit) as refused:
+        fit(model, batch, "1 MiB")
+    assert "lora" not in str(refused.value)

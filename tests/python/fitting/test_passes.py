@@ -92,14 +92,14 @@ def test_parts_take_their_share_until_they_are_timed():
     times = PassTimes(WHOLE, False)
     assert times.is_known(1, False)
     assert not times.is_known(2, False) and not times.is_known(1, True)
-    assert (times.factor(4), times.rest(4, False), times.rest(1, True)) == (1.0, 4.0, 4.0)
+    assert (times.factor(4), times.outside(4, False), times.outside(1, True)) == (1.0, 4.0, 4.0)
 
 
 def test_smaller_parts_take_no_less():
     times = PassTimes(WHOLE, False)
     times.add(2, False, PassSeconds(5.0, 2.5))
     assert times.factor(2) == times.factor(4) == 1.25 and times.factor(1) == 1.0
-    assert times.rest(2, False) == times.rest(4, False) == 5.0
+    assert times.outside(2, False) == times.outside(4, False) == 5.0
 
 
 def test_parts_that_were_not_timed_take_as_much_longer_as_larger_ones():
@@ -121,11 +121,11 @@ def test_one_pass_says_of_a_size_and_of_a_loss():
     times = PassTimes(WHOLE, False)
     times.add(2, True, PassSeconds(5.0, 1.25))  # half the time, but for the factor of parts
     assert times.factor(2) == 1.25
-    assert times.rest(2, True) == 2.5 and times.rest(1, True) == 2.0
+    assert times.outside(2, True) == 2.5 and times.outside(1, True) == 2.0
     assert all(times.is_known(count, fused) for count in (1, 2) for fused in (False, True))
     assert not times.is_known(4, True)
     times.add(4, False, PassSeconds(3.0, 2.0))
-    assert times.rest(4, False) == 8.0 and times.rest(4, True) == 4.0 * 1.5 * 0.5
+    assert times.outside(4, False) == 8.0 and times.outside(4, True) == 4.0 * 1.5 * 0.5
 
 
 def test_gradients_that_the_loss_is_made_of_are_of_the_forward_pass(ticking):
@@ -151,4 +151,4 @@ def test_no_hook_stays_on_the_batch(ticking):
 def test_parts_of_a_model_without_blocks_have_a_factor_too():
     times = PassTimes(PassSeconds(0.0, 4.0), False)
     times.add(2, False, PassSeconds(0.0, 3.0))
-    assert times.factor(2) == 1.5 and times.rest(2, False) == times.rest(4, False) == 6.0
+    assert times.factor(2) == 1.5 and times.outside(2, False) == times.outside(4, False) == 6.0

@@ -118,11 +118,13 @@ def test_params_of_every_rounding_are_stored_alike(dtype, levels):
 @pytest.mark.parametrize("largest", [1.0, 1.5, 2.0**-60, 2.0**60], ids=str)
 def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
     """With beta2 0 the second moment is the square of the gradient. Each block holds its largest
-    and squares of every size below: of 2^-149 to 1 times it, and those beside each border."""
+    and squares of every size below: of 2^-149 to 1 times it, close to one another in all decades of
+    the map, and those beside each border."""
     edges = ((MAPS[False][:-1] + MAPS[False][1:]) / 2).sqrt().float()
     beside = torch.cat([edges, *(edges.nextafter(torch.tensor(x)) for x in (0.0, 2.0))])
     every = (torch.arange(2**15, 2**15 + 0x3F80, dtype=torch.int32) << 16).view(torch.float32)
-    ratios = torch.cat([every.abs(), beside])
+    close = (torch.arange(0x39000, 0x3F800, dtype=torch.int32) << 12).view(torch.float32)
+    ratios = torch.cat([every.abs(), close, beside])
     ratios = torch.nn.functional.pad(ratios, (0, -ratios.numel() % (BLOCK - 1)))
     grad = torch.nn.functional.pad(ratios.view(-1, BLOCK - 1) * largest, (1, 0), value=largest)
     grad = grad.flatten()
@@ -135,6 +137,29 @@ def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
         if 2.0**-32 < largest < 2.0**32:  # else the reciprocal is taken in two steps
             assert torch.equal(codes.long(), wanted)
         assert torch.equal(codes == 0, moment == 0)
+
+
+@pytest.mark.parametrize("numel", [4 * BLOCK, 4 * BLOCK - 3])
+def test_second_moments_with_scales_of_either_sign_are_stored_alike(numel, levels):
+    """No step makes a negative scale, but a state may hold one."""
+    torch.manual_seed(0)
+    codes = torch.randint(256, (2, numel), dtype=torch.uint8)
+    grad, scales = torch.randn(numel) * 0.1, torch.tensor([0.5, -0.5, -0.0, -1e-30])
+
+    def stepped(level):
+        _C.set_cpu_level(level)
+        lists = [
+            [x.clone()] for x in (torch.zeros(numel), grad, codes[0], scales, codes[1], scales)
+        ]
+        torch.ops.headroom.adamw8bit_(
+            *lists, [torch.ones(())], [], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0,
+            eps=1e-8, maximize=False, decoupled=True, block_size=BLOCK, weights_mode=0,
+        )  # fmt: skip
+        return [x for (x,) in lists]
+
+    wanted = stepped(_C.CpuLevel.BASELINE)
+    for level in levels:
+        assert_same_bits(stepped(level), wanted)
 
 
 @pytest.mark.parametrize("factor", [1 + 2.0**-11, 1 - 2.0**-12, 0.5, 2.0**-10, 3.0, 2.0**-20])

@@ -28,6 +28,12 @@ AdamW = config(
 AdamW8bit = config(
     ("adamw", AdamW), ("block_size bnb_exact", c_int32), ("seeds", POINTER(c_uint64))
 )
+Momentum = config(
+    ("step", Step),
+    ("rule nesterov", c_int32),
+    ("momentum dampening beta1 beta2 weight_decay", c_double),
+    ("block_size", c_int32),
+)
 Shape = struct(("batch rows cols factored whole_rows whole_cols whole_numel", c_int64))
 Adafactor = config(
     ("step", Step),

@@ -53,6 +53,7 @@ from tests.python.fuzz._configs import (
     Adafactor,
     AdamW,
     AdamW8bit,
+    Momentum,
     NormResult,
     Place,
     Quantize,
@@ -111,11 +112,15 @@ def steps(rng: random.Random, memory: Memory, count: int):
 
 
 def adam_parts(rng: random.Random, memory: Memory, config: AdamW):
-    numels = sizes(rng)
-    dtypes = [rng.choice(FLOATS) for _ in numels]
     config.size = ctypes.sizeof(AdamW)
     config.beta1, config.beta2, config.eps = 0.9, 0.999, 1e-8
     config.weight_decay, config.decoupled = 0.01, 1
+    return step_parts(rng, memory, config)
+
+
+def step_parts(rng: random.Random, memory: Memory, config: AdamW | Momentum):
+    numels = sizes(rng)
+    dtypes = [rng.choice(FLOATS) for _ in numels]
     scalars(rng, memory, config.step)
     structs, lists, arrays = [config, config.step], [], []
     if rng.random() < 0.5:
@@ -162,6 +167,27 @@ def adamw8bit(rng: random.Random, memory: Memory) -> Call:
     arguments = [params, *moments, counters, grads, config, where]
     structs = [*structs, config, where]
     return Call("hr_adamw8bit", arguments, [*lists, *moments], structs, arrays)
+
+
+def momentum(rng: random.Random, memory: Memory) -> Call:
+    config = Momentum(ctypes.sizeof(Momentum))
+    config.rule, config.momentum = rng.choice([(0, 0.0), (0, 0.9), (1, 0.0)])
+    config.beta1, config.beta2, config.weight_decay = 0.9, 0.99, 0.01
+    config.block_size = rng.choice([64, 128, 256, 512])
+    numels, params, grads, counters, structs, lists, arrays = step_parts(rng, memory, config)
+    moments = absmaxs = None
+    if config.rule or config.momentum:
+        in_codes = rng.random() < 0.5
+        kinds = [U8 if in_codes else rng.choice(FLOATS) for _ in numels]
+        moments = List(memory, kinds, numels)
+        lists.append(moments)
+        if in_codes:
+            blocks = [-(-n // config.block_size) for n in numels]
+            absmaxs = List(memory, [F32] * len(numels), blocks)
+            lists.append(absmaxs)
+    where = exec_()
+    arguments = [params, moments, absmaxs, counters, grads, config, where]
+    return Call("hr_momentum", arguments, lists, [*structs, where], arrays)
 
 
 def adafactor(rng: random.Random, memory: Memory) -> Call:
@@ -312,7 +338,8 @@ def dynamic_map(rng: random.Random, memory: Memory) -> Call:
     return Call("hr_dynamic_map", [c_void_p(memory.take(1024 + 16)), c_int32(rng.randrange(2))])
 
 
-CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
+CALLS = (adamw, adamw, adamw8bit, adamw8bit, momentum, momentum, adafactor, adafactor)
+CALLS += (unscale_norm, update_scale)
 CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]

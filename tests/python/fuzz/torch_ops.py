@@ -155,6 +155,30 @@ def adamw8bit(rng: random.Random) -> Call:
     return Call("adamw8bit_", lists, block_size=size, **ADAM, **options)
 
 
+MOMENTUM = {"lr": 1e-3, "dampening": 0.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+MOMENTUM |= {"nesterov": False, "maximize": False}
+
+
+def momentum(rng: random.Random) -> Call:
+    shapes, params, grads, counters, residuals, options = parts(rng)
+    size, kind = rng.choice([64, 128, 256, 512]), rng.choice(["none", "numbers", "codes"])
+    given = [] if kind == "none" else shapes
+    dtypes = [torch.uint8 if kind == "codes" else rng.choice(FLOATS) for _ in given]
+    scales = [(-(-math.prod(shape) // size),) for shape in given if kind == "codes"]
+    lists = {
+        "params": params,
+        "grads": grads,
+        "moments": [tensor(rng, shape, dtype) for shape, dtype in zip(given, dtypes)],
+        "absmaxs": [tensor(rng, shape, torch.float32) for shape in scales],
+        "state_steps": counters if rng.random() < 0.8 else [],
+        "residuals": residuals,
+    }
+    rule = {"rule": 0, "momentum": 0.0} if kind == "none" else {"rule": 1, "momentum": 0.0}
+    if kind != "none" and rng.random() < 0.5:
+        rule = {"rule": 0, "momentum": 0.9}
+    return Call("momentum_", lists, block_size=size, **rule, **MOMENTUM, **options)
+
+
 def adafactor(rng: random.Random) -> Call:
     shapes, params, grads, counters, residuals, options = parts(rng)
     f32 = torch.float32
@@ -262,7 +286,8 @@ def of_rows(op: RowOp, name: str) -> Callable[[random.Random], Call]:
     return make
 
 
-CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
+CALLS = (adamw, adamw, adamw8bit, adamw8bit, momentum, momentum, adafactor, adafactor)
+CALLS += (unscale_norm, update_scale)
 CALLS = (
     *CALLS,
     join_weights,

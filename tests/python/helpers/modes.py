@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import headroom
 import torch
 from headroom._core.weight_modes import mode_of
-from headroom.optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit
+from headroom.optim import SGD, Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD8bit
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -50,6 +50,11 @@ IN_EVERY_WAY = {
     "adamw": Mode(AdamW, ADAM),
     "adam-amsgrad": Mode(Adam, ADAM | {"amsgrad": True, "maximize": True, "weight_decay": 0.1}),
     "adamw8bit": Mode(AdamW8bit, SMALL),
+    "sgd": Mode(SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "sgd-plain": Mode(SGD, {"lr": 0.05}),
+    "lion": Mode(Lion, {"lr": 1e-2, "weight_decay": 0.1}),
+    "sgd8bit": Mode(SGD8bit, {"lr": 1e-2, "momentum": 0.9, "min_8bit_size": 64}),
+    "lion8bit": Mode(Lion8bit, {"lr": 1e-2, "weight_decay": 0.1, "min_8bit_size": 64}),
     "adafactor": Mode(Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
     "adafactor-hf-momentum": Mode(Adafactor, {"semantics": "hf", "beta1": 0.9}),
 }

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from headroom.nn import Linear4bit, Linear8bit, LoRALinear
+import torch.nn.functional as F
+from headroom.nn import Linear4bit, Linear8bit, LoRAEmbedding, LoRALinear
 from headroom.nn.fused import is_known
 from headroom.nn.lora import Adapter
 from torch import nn
@@ -32,6 +33,8 @@ def layer_of(base="dense", rank=3, dtype=torch.float32, bias=True, **options):
 def add(layer, name, rank, alpha=None, dropout=0.0, **options):
     layer.add_adapter(name, Adapter(rank, alpha or rank, dropout, **options))
     nn.init.normal_(layer.lora_B[name].weight)
+    if (lengths := layer.magnitude(name)) is not None:
+        lengths.data *= 1 + 0.5 * torch.rand_like(lengths)
 
 
 def exact(layer, x, names=("default",)):
@@ -40,13 +43,17 @@ def exact(layer, x, names=("default",)):
     weight = base.dequantize() if hasattr(base, "dequantize") else base.weight
     x64 = leaf(x)
     y = x64 @ weight.double().T
-    y = y if base.bias is None else y + base.bias.double()
     leaves = {"x": x64}
     for name in names:
         a, b = leaf(layer.lora_A[name].weight), leaf(layer.lora_B[name].weight)
-        y = y + layer.adapters[name].scale * (x64 @ a.T) @ b.T
+        scale = layer.adapters[name].scale
+        y = y + scale * (x64 @ a.T) @ b.T
         leaves |= {f"lora_A.{name}.weight": a, f"lora_B.{name}.weight": b}
-    return y, leaves
+        if layer.adapters[name].dora:
+            lengths = leaf(layer.magnitude(name))
+            y = y * (lengths / (weight.double() + scale * b @ a).norm(dim=1).detach())
+            leaves[f"lora_magnitude_vector.{name}.weight"] = lengths
+    return y if base.bias is None else y + base.bias.double(), leaves
 
 
 def assert_close_to(layer, x, names=("default",), tolerance=1e-6):
@@ -66,19 +73,21 @@ def assert_close_to(layer, x, names=("default",), tolerance=1e-6):
     layer.zero_grad()
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("rank", [1, 3, 16, 64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (1, 24), (0, 24), (24,)])
-def test_values_and_gradients(base, rank, bias, shape):
-    layer = layer_of(base, rank, bias=bias, alpha=2 * rank)
+def test_values_and_gradients(base, rank, bias, shape, dora):
+    layer = layer_of(base, rank, bias=bias, alpha=2 * rank, dora=dora)
     assert_close_to(layer, torch.randn(shape))
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_x_in_16_bits_and_adapters_in_32(base, dtype):
-    layer = layer_of(base, 4, dtype)
+def test_x_in_16_bits_and_adapters_in_32(base, dtype, dora):
+    layer = layer_of(base, 4, dtype, dora=dora)
     assert layer.lora_A["default"].weight.dtype == torch.float32
     assert_close_to(layer, torch.randn(9, 24).to(dtype), tolerance=3 * torch.finfo(dtype).eps)
 
@@ -104,9 +113,10 @@ def test_one_op_computes_base_and_adapters(base):
     assert ops_of(layer, x) == 0
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("what", ["trained", "hook", "forward", "subclass", "float64"])
-def test_a_base_that_does_more_is_called(what):
-    layer, x = layer_of(), torch.randn(4, 24)
+def test_a_base_that_does_more_is_called(what, dora):
+    layer, x = layer_of(dora=dora), torch.randn(4, 24)
     base = layer.base_layer
     if what == "trained":
         base.requires_grad_()
@@ -132,6 +142,90 @@ def test_a_new_adapter_changes_nothing():
     bound = math.sqrt(1 / 24)  # kaiming_uniform(a=sqrt(5))
     largest = layer.lora_A["default"].weight.abs().max()
     assert 0.8 * bound < largest <= bound and not layer.lora_B["default"].weight.any()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_new_adapter_with_dora_changes_one_rounding(base):
+    layer = LoRALinear(BASES[base](24, 40))
+    layer.add_adapter("default", Adapter(8, 8.0, dora=True))
+    layer.active = ("default",)
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(layer(x), layer.base_layer(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_of_zeros_stays_one_with_dora():
+    layer = LoRALinear(nn.Linear(24, 40).requires_grad_(False))
+    layer.base_layer.weight[7] = 0
+    layer.add_adapter("default", Adapter(8, 8.0, dora=True))
+    layer.active = ("default",)
+    y = layer(torch.randn(3, 24))
+    y.sum().backward()
+    assert bool((y[:, 7] == layer.bias[7]).all())
+    assert all(bool(p.grad.isfinite().all()) for p in layer.trained("default"))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_dropout_of_dora_is_that_of_peft(base, hooked):
+    """Both parts that the adapter adds are those of the dropped x."""
+    layer, x = layer_of(base, 3, dropout=0.4, dora=True), torch.randn(9, 24)
+    if hooked:
+        layer.base_layer.register_forward_hook(lambda *_: None)
+    torch.manual_seed(3)
+    got = layer(x)
+    torch.manual_seed(3)
+    dropped = F.dropout(x, 0.4).double()
+    layer.adapters["default"] = Adapter(3, 3.0, dora=True)
+    with_dropped = exact(layer, dropped)[0]
+    layer.active = ()
+    plain, of_dropped = exact(layer, x, ())[0], exact(layer, dropped, ())[0]
+    torch.testing.assert_close(got.double(), plain + with_dropped - of_dropped, rtol=0, atol=1e-5)
+
+
+def test_several_adapters_with_dora_are_refused():
+    layer = layer_of(dora=True)
+    add(layer, "second", 2)
+    for names in (("default", "second"), ["second", "default"]):
+        with pytest.raises(ValueError, match="cannot be added up, because one has DoRA"):
+            layer.active = names
+    assert layer.active == ("default",)
+    layer.active = ("second",)
+    assert_close_to(layer, torch.randn(4, 24), ("second",))
+    layer.delete_adapter("default")
+    assert not [name for name, _ in layer.named_parameters() if "magnitude" in name]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embeddings(dtype, padding, dora):
+    torch.manual_seed(2)
+    base = nn.Embedding(12, 6, padding_idx=padding).to(dtype).requires_grad_(False)
+    layer, ids = LoRAEmbedding(base), torch.tensor([[1, 3, 3], [11, 0, 1]])
+    layer.add_adapter("default", Adapter(2, 5.0, dora=dora))
+    layer.active = ("default",)
+    torch.testing.assert_close(layer(ids), base(ids))
+    a, b = layer.matrices("default")
+    nn.init.normal_(a)
+    a.data[:, padding if padding is not None else []] = 0  # as they stay, without a gradient
+    layer.add_adapter("second", Adapter(2, 5.0))
+    leaves = [p.detach().double().requires_grad_() for p in layer.trained("default")]
+    weight = base.weight.double() + 2.5 * (leaves[1] @ leaves[0]).T
+    if dora:
+        layer.magnitude("default").data *= 1.5
+        leaves[2].data *= 1.5
+        weight = weight * (leaves[2] / weight.norm(dim=0).detach())
+    wanted = F.embedding(ids, weight, padding_idx=padding)
+    got = layer(ids)
+    dy = torch.randn(got.shape).to(dtype)
+    got.backward(dy)
+    wanted.backward(dy.double())
+    tolerance = 3 * torch.finfo(dtype).eps
+    assert got.dtype == dtype and (got - wanted).norm() <= tolerance * wanted.norm()
+    for param, leaf in zip(layer.trained("default"), leaves, strict=True):
+        assert (param.grad - leaf.grad).norm() <= 2 * tolerance * leaf.grad.norm()
+    layer.enabled = False
+    assert_same_bits(layer(ids), base(ids))
 
 
 def test_scales():
@@ -222,23 +316,25 @@ def test_a_layer_answers_for_its_base():
     }
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", BASES)
-def test_copies_and_states(base):
-    layer, x = layer_of(base), torch.randn(3, 24)
+def test_copies_and_states(base, dora):
+    layer, x = layer_of(base, dora=dora), torch.randn(3, 24)
     wanted = layer(x)
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    other = layer_of(base)
+    other = layer_of(base, dora=dora)
     nn.init.zeros_(other.lora_B["default"].weight)
     other.load_state_dict(layer.state_dict())
     for one in (copy.deepcopy(layer), torch.load(file, weights_only=False), other):
         assert_same_bits(one(x), wanted)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", BASES)
-def test_autocast_and_compilation(base):
-    layer, x = layer_of(base), torch.randn(5, 24)
+def test_autocast_and_compilation(base, dora):
+    layer, x = layer_of(base, dora=dora), torch.randn(5, 24)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -257,6 +353,7 @@ def test_autocast_and_compilation(base):
         (dict(dropout=1.0), ValueError, r"dropout is 1.0, wanted a number in \[0, 1\)"),
         (dict(dropout=-0.1), ValueError, r"dropout is -0.1, wanted a number in \[0, 1\)"),
         (dict(rslora=1), TypeError, "rslora is 1, wanted True or False"),
+        (dict(dora=1), TypeError, "dora is 1, wanted True or False"),
     ],
 )
 def test_numbers_that_are_none(given, error, message):

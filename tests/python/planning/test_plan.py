@@ -339,3 +339,17 @@ def test_fits_and_max_batch():
     assert headroom.max_batch(model, optimizer, batch(), loss=F.cross_entropy, budget=1) == 0
     with pytest.raises(ValueError, match="no tensor"):
         headroom.max_batch(model, optimizer, {"n": 1}, budget="1 MiB")
+
+
+def test_a_prefetcher_holds_the_next_batch_on_a_gpu():
+    def kinds(**options):
+        model = mlp()
+        plan = planned(model, torch.optim.AdamW(model.parameters()), **options)
+        return plan.peak_by_kind["batch"], plan.timeline.most_by_kind["batch"], plan.options
+
+    assert kinds(device="cpu", prefetch=True)[:2] == kinds(device="cpu")[:2]
+    alone, most, _ = kinds(device="cuda")
+    ahead, most_ahead, options = kinds(device="cuda", prefetch=True)
+    assert alone == most == BATCH and options["prefetch"] == "on"
+    assert ahead == 2 * BATCH  # while a step runs
+    assert most_ahead == 3 * BATCH  # in front of it, until the loop lets go of the last one

@@ -13,11 +13,12 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("level", ["L0", "L1", "L5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("to", [None, "nf4", "int8"])
-def test_a_plan_is_what_a_run_takes(to, dtype, level, dropout):
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_plan_is_what_a_run_takes(to, dtype, level, dropout, dora):
     model = model_of("Llama", hidden_size=128, intermediate_size=256).to(dtype)
     if to is not None:
         headroom.quantize(model, to)
-    report = headroom.lora(model, 4, dropout=dropout)
+    report = headroom.lora(model, 4, dropout=dropout, dora=dora)
     headroom.patch(model, level)
     ids = torch.randint(3, 61, (2, 32))
     batch = dict(input_ids=ids, labels=ids)
@@ -25,7 +26,8 @@ def test_a_plan_is_what_a_run_takes(to, dtype, level, dropout):
     plan = headroom.plan(model, optimizer, batch)
     kinds = plan.peak_by_kind
     assert kinds["parameters"] == report.trained_bytes + report.frozen_bytes
-    assert kinds["optimizer_state"] == 2 * report.trained_bytes + 4 * 28  # steps, of 28 matrices
+    count = 14 * (3 if dora else 2)  # of tensors, each with its step
+    assert kinds["optimizer_state"] == 2 * report.trained_bytes + 4 * count
     with headroom.memory.track(model, optimizer) as timeline:
         for _ in range(2):
             model(**batch).loss.backward()

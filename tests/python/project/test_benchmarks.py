@@ -18,9 +18,8 @@ from benchmarks import adamw, adamw8bit, linear_cross_entropy, unscale_norm  # n
 from benchmarks._limits import Rotation  # noqa: E402
 from benchmarks.harness import Unavailable  # noqa: E402
 
-TIMED = [
-    stem for stem in command.STEMS if stem not in ("fit", "forecast", "plan")
-]  # which compare bytes
+# Without those that compare bytes, or settings.
+TIMED = [stem for stem in command.STEMS if stem not in ("fit", "forecast", "loader", "plan")]
 # Whose peers or cases take long.
 SLOW = {"adafactor", "adamw8bit", "block", "gemm", "profile", "snapshot", "weights"}
 

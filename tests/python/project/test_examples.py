@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -19,6 +20,7 @@ from headroom.state.tree import decode
 import convergence
 import data
 import ladder
+import qlora
 import train as examples_train
 from helpers.empty_host import empty_host
 from model import GPT, SIZES, HeadroomGPT, Size, renamed
@@ -76,10 +78,11 @@ def made(rung, result):
 
 # One of each model, of each kind of weights, and of each way to step.
 QUICK = ("torch", "L0", "L5", "everything", "host", "release", "fp16", "words-loss", "fit")
+SHOWN = (*QUICK, "qlora")
 
 
 @pytest.mark.parametrize(
-    "rung", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in RUNGS]
+    "rung", [r if r in SHOWN else pytest.param(r, marks=pytest.mark.slow) for r in RUNGS]
 )
 def test_every_rung_trains_and_counts(rung, whole):
     folder, result = whole(rung)
@@ -90,6 +93,8 @@ def test_every_rung_trains_and_counts(rung, whole):
     used, counted = made(rung, result), result["most_bytes"]
     size = SIZES[size_of(used, "tiny")]
     shapes = {name: p.shape for name, p in GPT(size).named_parameters()}
+    if used.adapters is not None:
+        return counts_of_adapters(result, shapes, used.adapters)
     in_f32 = dict.fromkeys(shapes, used.weights == "float32")
     if used.save is None:
         in_f32 |= dict.fromkeys((name for name in shapes if "norm" in name), True)
@@ -123,6 +128,21 @@ def test_every_rung_trains_and_counts(rung, whole):
     assert result["gradients_of_L0"] is (True if blocks else None)
 
 
+def counts_of_adapters(result, shapes, rank):
+    """Of matrices in blocks, codes and scales are held, and adapters have gradients and moments."""
+    matrices = {n: s for n, s in shapes.items() if n.startswith("blocks") and len(s) == 2}
+    trained = sum(4 * rank * sum(shape) for shape in matrices.values())
+    packed = sum(math.prod(s) // 2 + math.prod(s) // 64 for s in matrices.values())
+    others = sum(4 * math.prod(shapes[name]) for name in shapes if name not in matrices)
+    held = result["most_bytes"]["parameters"] - trained - others - packed
+    assert 0 <= held <= len(matrices) * 64  # offsets and the scales of scales
+    assert trained <= result["most_bytes"]["gradients"] <= 1.3 * trained
+    assert result["most_bytes"]["optimizer_state"] <= 2.1 * trained
+    error = result["predicted_peak_bytes"] / result["peak_bytes"] - 1
+    assert abs(error) <= 0.001 and result["gradients_of_L0"]
+    assert max(result["losses"]) < 6.5  # it goes on from the base: a new model has 8
+
+
 def test_rungs_reach_the_same_loss(whole):
     results = {rung: whole(rung)[1] | {"title": rung} for rung in QUICK}
     passed, verdict = ladder.same_loss(list(results.values()))
@@ -138,7 +158,8 @@ def test_all_rungs_reach_the_same_loss_and_save_less(whole):
     assert verdict.count("same bits as L0") == 3  # L1, L2 and L5
     for result in [results.pop(rung) for rung in ("words", "words-loss")]:
         assert result["losses"] == pytest.approx(whole("words")[1]["losses"], abs=1e-4)
-    del results["adafactor"]  # which is another training
+    for other in ("adafactor", "qlora"):  # which are another training
+        del results[other]
     for result in results.values():  # AdamW would hide a wrong scale of the loss from the above
         assert result["losses"] == pytest.approx(results["torch"]["losses"], abs=0.02)
     saved = {rung: result["most_bytes"]["activations"] for rung, result in results.items()}
@@ -182,7 +203,7 @@ def load(folder):
 
 
 # Those that save a bit of everything: what each optimizer saves is asked in state/test_resume.py.
-RESUMED = ("everything", "fp16", "fit")
+RESUMED = ("everything", "fp16", "fit", "qlora")
 
 
 @pytest.mark.parametrize(
@@ -381,3 +402,65 @@ def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text
     assert abs(eight_bit - f32) < 0.3 < code_0 - f32
     as_they_are = replace(setting, sigma=0.0)  # the gradients were widened above
     assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
+
+
+@pytest.fixture
+def small_qlora(monkeypatch, tmp_path, text):
+    config = headroom.nn.TransformerConfig(256, hidden_size=32, layers=2, heads=2, features=64)
+    values = dict(CONFIG=config, CONTEXT=32, BASE_STEPS=8, LR=2e-2)
+    for name, value in values.items():
+        monkeypatch.setattr(qlora, name, value)
+    arguments = ["--data", text, "--steps", "40", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["qlora.py", *arguments])
+    return tmp_path / "adapter"
+
+
+def test_qlora_from_the_weights_to_a_file_and_back(small_qlora, capsys):
+    assert qlora.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("PASSED") == 6 and "FAILED" not in shown and "loaded by PEFT" in shown
+    assert {path.name for path in small_qlora.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_qlora_without_peft(small_qlora, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert qlora.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("PASSED") == 5 and "PEFT is not installed: it does not load" in shown
+
+
+def test_qlora_fails_where_nothing_is_learned_or_loaded(small_qlora, monkeypatch, capsys):
+    def frozen(model, *arguments, **options):
+        report = headroom.adapters.lora(model, *arguments, **options)
+        for name, param in model.named_parameters():
+            if ".lora_B." in name:
+                param.register_hook(torch.zeros_like)
+        return report
+
+    monkeypatch.setattr(qlora.headroom, "lora", frozen)
+    assert qlora.main() == 1
+    assert "FAILED: the loss falls" in capsys.readouterr().out
+
+
+def test_a_merge_of_another_scale_fails(small_qlora, monkeypatch, capsys):
+    delta = headroom.nn.LoRALinear.delta
+    monkeypatch.setattr(headroom.nn.LoRALinear, "delta", lambda *args: 0.99 * delta(*args))
+    assert qlora.main() == 1
+    assert "FAILED: merged" in capsys.readouterr().out
+
+
+def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
+    convergence_adapters = pytest.importorskip("convergence_adapters")
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(convergence_adapters, "BASE_STEPS", 4)
+    convergence_adapters.base.cache_clear()
+    for setting in convergence_adapters.SETTINGS.values():
+        theirs, ours, control = (
+            convergence_adapters.held_out(setting, mode, 0, 12, text)
+            for mode in setting.modes.values()
+        )
+        assert abs(theirs - ours) < 2e-3 < 0.05 < control - ours
+    convergence_adapters.base.cache_clear()

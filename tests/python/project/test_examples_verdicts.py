@@ -136,25 +136,25 @@ def test_convergence_judges_every_mode_and_goes_on(fails, monkeypatch, tmp_path,
     """Modes that should fail diverge, those that should not are exact; one may do the opposite."""
     out, calls = tmp_path / "table.json", []
 
-    def held_out(setting, rung, seed, *_):
+    def held_out(setting, rung, seed, steps, path):
         mode = next(m for m, r in setting.modes.items() if r is rung)
+        assert (steps, path) == (2, None)
         calls.append(seed)
         return math.inf if (mode in setting.worse) != (mode == fails) else 2.0 + seed
 
-    monkeypatch.setattr(convergence, "held_out", held_out)
     modes = sum(len(setting.modes) for setting in convergence.SETTINGS.values())
     for seeds in (1, 3):
         arguments = ["--steps", "2", "--seeds", str(seeds), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", ["convergence.py", *arguments])
         with pytest.raises(SystemExit) as exit:
-            convergence.main()
+            convergence.compare(None, convergence.SETTINGS, 150, held_out)
         assert exit.value.code == (fails is not None)
     assert sorted(calls) == [0] * modes + [1] * modes + [2] * modes  # none twice
     table = json.loads(out.read_text())["bits_per_byte"]
     assert table["heavy-tailed"]["AdamW8bit"] == [2.0, 3.0, 4.0]
     assert table["heavy-tailed"]["8-bit, code 0 allowed"] == [None] * 3
     text = capsys.readouterr().out
-    assert "seeds of f32 differ by 2.000" in text
+    assert "seeds of the first differ by 2.000" in text
     assert ("NOT CLOSE" in text or "NOT VISIBLY WORSE" in text) == (fails is not None)
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import headroom
 import pytest
+from headroom.profiling import rates
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks.instructions import __main__ as command  # noqa: E402
-from benchmarks.instructions import calls, disassembly, head, rows  # noqa: E402
+from benchmarks.instructions import calls, disassembly, gpus, head, rows  # noqa: E402
 from benchmarks.instructions.call import Call, Step  # noqa: E402
 from benchmarks.instructions.loops import hot_loops  # noqa: E402
 from benchmarks.instructions.model import DEVICES, GAP, Device, Launch, predict  # noqa: E402
@@ -140,10 +141,22 @@ def test_gpus_of_one_chip_differ_in_memory_alone():
     assert replace(h100, **other) == h200
 
 
+def test_rates_have_one_table():
+    """Of rows of `headroom.profile` for products, those of a GPU in both are the same."""
+    table = (ROOT / "capi/core/gpus.h").read_text()
+    assert len(gpus.GPUS) == table.count('{"') and all(gpu.source for gpu in gpus.GPUS.values())
+    kinds = {"float16": "half", "bfloat16": "half", "tf32": "tf32", "float32": "single"}
+    both = [row for row in rates.PUBLISHED if row.name in gpus.GPUS]
+    assert {"H100", "H200", "A100"} <= {row.name for row in both}
+    for row in both:
+        gpu = gpus.GPUS[row.name]
+        assert row.rates == {kind: getattr(gpu, name) for kind, name in kinds.items()}
+
+
 def test_the_prediction_of_a_head():
     """The order that the library chooses is the faster one by the counts too, which are others."""
     library = next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))
-    for gpu in (gpu for gpu in head.GPUS if gpu.name != "H200"):
+    for gpu in (gpu for gpu in head.ON if gpu.name != "H200"):
         for sizes in ((8192, 4096, 128256), (8192, 2048, 128256), (16384, 8192, 128256)):
             by_mode = {
                 mode: head.predicted(library, gpu, sizes, mode)[2]
@@ -151,7 +164,7 @@ def test_the_prediction_of_a_head():
             }
             chosen = head.needs_of(library, gpu, *sizes, 0).mode
             assert by_mode[chosen] <= 1.05 * min(by_mode.values()), (gpu.name, sizes)
-    h100 = next(gpu for gpu in head.GPUS if gpu.name == "H100")
+    h100 = gpus.GPUS["H100"]
     needs, kernels, seconds = head.predicted(library, h100, (8192, 4096, 128256), 0)
     assert seconds <= 58e-3
     assert needs.workspace <= 0.6e9
@@ -176,7 +189,9 @@ SMALL = Device("small", "90", 10, 1e9, 100e9, "", latency=500, threads=2048, sha
         (256, 33, 0, 6),  # registers: 40 of each, as a warp takes 1,280
         (96, 128, 0, 5),  # 4,096 of a warp, three warps
         (32, 16, 0, 32),  # blocks
+        (32, 80, 0, 24),  # six of a scheduler
         (256, 32, 20000, 3),  # shared memory
+        (256, 32, 21000, 2),  # of which a block takes 1,024 bytes more
         (1024, 65, 0, 0),  # too many registers for one block
     ],
 )

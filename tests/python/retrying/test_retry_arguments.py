@@ -107,7 +107,7 @@ def test_one_rank_is_none_of_several(monkeypatch):
     try:
         step = retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)
         step(torch.ones(3, 2))
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
         with pytest.raises(RuntimeError, match="2 ranks train"):
             step(torch.ones(3, 2))
     finally:

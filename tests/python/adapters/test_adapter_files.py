@@ -7,8 +7,8 @@ import headroom
 import pytest
 import safetensors.torch
 import torch
+from headroom.adapters.files import DEFAULTS
 from headroom.state import load_adapter, save_adapter
-from headroom.state.adapters import DEFAULTS
 from torch import nn
 
 from helpers.bits import assert_same_bits
@@ -47,6 +47,9 @@ OPTIONS = {
         alpha_pattern={"down_proj": 3, "^model.layers.1.self_attn.k_proj": 1},
     ),
     "saved": dict(target_modules=["q_proj"], modules_to_save=["lm_head", "norm"]),
+    "dora": dict(r=4, lora_alpha=3, use_dora=True, target_modules="all-linear"),
+    "embedding": dict(r=4, lora_alpha=3, target_modules=["q_proj", "embed_tokens"]),
+    "embedding and dora": dict(r=2, use_dora=True, target_modules=["embed_tokens", "lm_head"]),
 }
 
 
@@ -61,12 +64,15 @@ def test_files_of_peft_load_and_ours_are_the_same(options, tmp_path):
     assert not torch.allclose(outputs(model_of("Llama").eval()), wanted, atol=1e-2)
     save_adapter(ours, tmp_path / "ours")
     files = [safetensors.torch.load_file(tmp_path / one / TENSORS) for one in ("ours", "theirs")]
-    assert files[0].keys() == files[1].keys()
+    # With an adapter of an embedding PEFT saves the weights of embedding and head, too.
+    weights = {key for key in files[1] if key.endswith("base_layer.weight")}
+    assert files[0].keys() == files[1].keys() - weights
+    assert bool(weights) == ("embed_tokens" in options["target_modules"])
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     again = peft.PeftModel.from_pretrained(model_of("Llama"), tmp_path / "ours").eval()
     assert_same_bits(outputs(again), wanted)
     mine, other = config_in(tmp_path / "ours"), config_in(tmp_path / "theirs")
-    for key in ("r", "lora_alpha", "use_rslora", "lora_dropout", "peft_version"):
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "peft_version"):
         assert mine[key] == other[key] or "pattern" in str(options)
 
 
@@ -144,8 +150,36 @@ def test_what_trains_beside_adapters_is_saved(tmp_path):
     assert config_in(tmp_path)["modules_to_save"] == ["lm_head"]
     other = model_of("Llama").eval()
     load_adapter(other, tmp_path)
-    assert other.lm_head.weight.requires_grad
+    assert other.lm_head.weight.requires_grad  # of the copy, which is called
+    assert not other.lm_head.original_module.weight.requires_grad
     assert_same_bits(outputs(other), outputs(model))
+
+
+def test_copies_of_modules_are_saved_with_their_adapter(tmp_path):
+    model = model_of("Llama").eval()
+    plain = outputs(model)
+    head = dict(targets=["q_proj"], modules_to_save=["lm_head"])
+    headroom.lora(model, 2, **head)
+    first = outputs(shaken(model))
+    headroom.lora(model, 2, **head, name="second")
+    for p in shaken(model).parameters():
+        p.data.mul_(2 if p.requires_grad else 1)
+    second = outputs(model)
+    for name in ("default", "second"):
+        save_adapter(model, tmp_path, name)
+    theirs = peft.PeftModel.from_pretrained(model_of("Llama"), tmp_path).eval()
+    theirs.load_adapter(tmp_path / "second", "second")
+    ours = model_of("Llama").eval()
+    load_adapter(ours, tmp_path)
+    load_adapter(ours, tmp_path / "second", "second")
+    for name, wanted in (("default", first), ("second", second)):
+        theirs.set_adapter(name)
+        headroom.adapters.use_adapters(ours, name)
+        for one in (theirs, ours):
+            torch.testing.assert_close(outputs(one), wanted)
+    with headroom.adapters.adapters_disabled(ours):
+        assert_same_bits(outputs(ours), plain)
+    assert not torch.allclose(first, second, atol=1e-2)
 
 
 class Around(nn.Module):
@@ -226,7 +260,6 @@ def refused(folder, message):
     [
         ("peft_type", "IA3"),
         ("bias", "all"),
-        ("use_dora", True),
         ("lora_bias", True),
         ("use_qalora", True),
         ("layer_replication", [[0, 1]]),
@@ -242,6 +275,16 @@ def refused(folder, message):
 def test_settings_that_change_numbers_are_refused(key, value, saved):
     (saved / CONFIG).write_text(json.dumps(config_in(saved) | {key: value}))
     refused(saved, f"'{key}' is")
+
+
+@pytest.mark.parametrize("lengths", [None, torch.ones(31)])
+def test_lengths_of_dora_must_be_there_and_fit(lengths, saved):
+    (saved / CONFIG).write_text(json.dumps(config_in(saved) | {"use_dora": True}))
+    if lengths is not None:
+        tensors = safetensors.torch.load_file(saved / TENSORS)
+        tensors |= {f"{PATH}.lora_magnitude_vector": lengths}
+        safetensors.torch.save_file(tensors, saved / TENSORS)
+    refused(saved, r"with use_dora=True there should be \[\[(32|48)\]\]")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +328,14 @@ PATH = "base_model.model.model.layers.0.self_attn.q_proj"
             lambda d: d.update({f"{PATH}.lora_B.bias": torch.ones(32)}),
             "lora_B.bias' is not support",
         ),
-        (lambda d: d.update({f"{PATH}.lora_magnitude_vector": torch.ones(32)}), "is not supported"),
+        (
+            lambda d: d.update({f"{PATH}.lora_magnitude_vector": torch.ones(32)}),
+            r"has shapes \[\[32\]\], and with use_dora=False there should be \[\]",
+        ),
+        (
+            lambda d: d.update({f"{PATH}.base_layer.weight": torch.ones(32, 31)}),
+            r"base_layer.weight' is \[32, 31\], and no layer with an adapter has such a weight",
+        ),
         (lambda d: d.clear(), "has no adapter"),
         (
             lambda d: d.update({f"{PATH}s.lora_{k}.weight": torch.ones(1, 1) for k in "AB"}),
@@ -317,6 +367,7 @@ def test_modules_that_were_saved_must_fit(saved):
     model = model_of("Llama")
     load_adapter(model, saved)
     assert bool((model.lm_head.weight == 1).all())
+    assert not bool((model.lm_head.original_module.weight == 1).any())
 
 
 def test_files_that_are_missing(tmp_path):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..memory.events import Timeline
+from ..planning import Plan
+from ..planning.device import device_share
+from ..planning.masks import hidden_by
 from ..step.trees import tensors_in
-from .device import device_share
-from .masks import hidden_by
-from .result import Plan
 
-__all__ = ["Form", "Peaks", "Polynomials"]
+__all__ = ["TOLERANCE", "Form", "Peaks", "Polynomials"]
 
 # The monomials: in each size up to its square, which attention has, and of degree 3 in all, for
 # squares of the length in each of many rows.

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._core.atomic import replacing
-from ..nn.lora import Adapter, LoRALinear, attach, features_of, lora_layers, takes_adapters
+from .._core.dtensor import gathered
+from .._core.ranks import fsdp_class
+from ..nn.lora import Adapter, features_of, is_embedding, lora_layers, takes_adapters
 from ..nn.quantized import QuantizedLinear
-from .file.safetensors import entries_in, read, write_plain
+from ..nn.switched import outside, switched
+from ..nn.trained_copy import TrainedCopy
+from ..state.file.safetensors import entries_in, read, write_plain
+from .attach import attach
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -47,13 +52,19 @@ DEFAULTS: dict[str, Any] = {
     "rank_pattern": {},
 }
 # Keys that are read, and those that say nothing about what given tensors compute.
-_READ = {"alpha_pattern", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora"}
+_READ = {
+    *("alpha_pattern", "lora_alpha", "lora_dropout", "modules_to_save", "use_dora", "use_rslora"),
+}
 _WITHOUT_EFFECT = set(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform loftq_config
     lora_ga_config megatron_core peft_version qalora_group_size r rank_pattern revision
     runtime_config target_modules task_type""".split()
 )
+# Ends of keys of A, B and the lengths of rows.
+_LINEAR = ("A.weight", "B.weight", "magnitude_vector")
+_EMBEDDING = ("embedding_A", "embedding_B", "magnitude_vector")
+_BASE = ".base_layer.weight"  # of embedding and head, which PEFT saves if the first has an adapter
 _INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base as it is
 
 Value = TypeVar("Value", bound=Hashable)
@@ -63,18 +74,19 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     """Saves an adapter of a model as PEFT 0.21.2 does: ``adapter_model.safetensors`` and
     ``adapter_config.json``, which ``peft.PeftModel.from_pretrained(model, folder)`` loads.
 
-    Modules outside of adapters that have parameters which train are saved too, as PEFT's
-    ``modules_to_save``.
+    Its copies of modules are saved too, as PEFT's ``modules_to_save``, and so are other modules
+    with parameters that train.
 
     Args:
-        model: has the adapter. It may be inside DDP or ``torch.compile``.
+        model: has the adapter. It may be inside DDP or ``torch.compile``. Of one that FSDP2 has
+            sharded, all ranks call this together: what is saved is gathered, and the first writes.
         folder: is made if it is missing. Both files in it are replaced, each as a whole.
         name: of the adapter. As in PEFT, another one than "default" goes to a folder of its name in
             this one.
 
     Raises:
         OSError: the system refuses.
-        TypeError: a tensor is a DTensor, or without values.
+        TypeError: a tensor is without values.
         ValueError: the model has no such adapter; layers differ in what the files have once; or
             what trains cannot be said in them.
     """
@@ -84,26 +96,31 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
         raise ValueError(f"the model has no adapter {name!r}")
     tensors = {}
     for path, layer in layers.items():
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A[name].weight
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B[name].weight
-    saved = _modules_to_save(model)
-    for path in saved:
-        for key, value in model.get_submodule(path).state_dict(prefix=f"{PREFIX}{path}.").items():
-            tensors[key] = value
+        a, b = layer.matrices(name)
+        lengths = layer.magnitude(name)
+        kind = _EMBEDDING if is_embedding(layer) else _LINEAR
+        found = dict(zip(kind, (a, b, *(() if lengths is None else (lengths,)))))
+        tensors |= {f"{PREFIX}{path}.lora_{key}": value for key, value in found.items()}
+    saved = _modules_to_save(model, name)
+    for path, module in saved.items():
+        tensors |= module.state_dict(prefix=f"{PREFIX}{path}.")
     config = _config(model, {path: one.adapters[name] for path, one in layers.items()}, saved)
     text = json.dumps(config, indent=2, sort_keys=True)
     place = os.path.join(folder, "" if name == "default" else name)
-    write_plain(os.path.join(place, TENSORS), dict(sorted(tensors.items())), {"format": "pt"})
-    with replacing(os.path.join(place, CONFIG)) as number:
-        with open(number, "w", encoding="utf-8", closefd=False) as file:
-            file.write(text)
+    with gathered(dict(sorted(tensors.items()))) as whole:
+        if whole is None:
+            return  # another rank writes
+        write_plain(os.path.join(place, TENSORS), whole, {"format": "pt"})
+        with replacing(os.path.join(place, CONFIG)) as number:
+            with open(number, "w", encoding="utf-8", closefd=False) as file:
+                file.write(text)
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "default") -> None:
     """Adds an adapter from the files of PEFT, or of :func:`save_adapter`, to a model.
 
     As after :func:`headroom.lora` it is the only one that is active, and it trains, in float32,
-    with modules that were saved beside it; all else is frozen.
+    with copies of the modules that were saved beside it; all else is frozen.
 
     Args:
         model: has the layers; they may be quantized or have other adapters.
@@ -123,21 +140,23 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     config = _read_config(os.path.join(place, CONFIG))
     entries = entries_in(os.path.join(place, TENSORS))
     tensors = {key: read(entry) for key, entry in entries.items()}
-    pairs, others = _pairs(tensors)
-    _check_pairs(model, pairs)
-    saved = _saved(model, others, config["modules_to_save"] or ())
-    wanted = {path: _adapter(path, len(a), config) for path, (a, _) in pairs.items()}
-    attach(model, wanted, name, torch.float32)
+    parts, others = _parts(tensors)
+    _check_parts(model, parts, config["use_dora"])
+    bases = {path.removesuffix(_BASE): path for path in others if path.endswith(_BASE)}
+    weights = _weights(model, {path: others.pop(key) for path, key in bases.items()}, parts)
+    copies = _copies(model, others, config["modules_to_save"] or ())
+    wanted = {path: _adapter(path, len(found[0]), config) for path, found in parts.items()}
+    attach(model, wanted, name, torch.float32, copies)
     with torch.no_grad():
-        for path, (a, b) in pairs.items():
-            layer: Any = model.get_submodule(path)
-            layer.lora_A[name].weight.copy_(a)
-            layer.lora_B[name].weight.copy_(b)
-        for target, value in saved:
+        for target, value in weights:
             target.copy_(value)
-    for target, _ in saved:
-        if isinstance(target, nn.Parameter):
-            target.requires_grad_(target.is_floating_point())
+        for path, found in parts.items():
+            layer: Any = model.get_submodule(path)
+            for param, value in zip(layer.trained(name), found, strict=True):
+                param.copy_(value)
+        for path, state in copies.items():
+            copied: Any = model.get_submodule(path)
+            copied.modules_to_save[name].load_state_dict(state, strict=False)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -159,7 +178,8 @@ def _config(
     alphas = {path: _whole(one.alpha) for path, one in adapters.items()}
     rank, alpha = _most(ranks), _most(alphas)
     settings = getattr(model, "config", None)
-    kind = type(model)
+    fsdp = fsdp_class("FSDPModule")  # fully_shard() makes subclasses
+    kind = next(one for one in type(model).__mro__ if not issubclass(one, fsdp))
     return DEFAULTS | {
         "alpha_pattern": _pattern(alphas, alpha),
         "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},
@@ -170,6 +190,7 @@ def _config(
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
         "target_modules": _targets(model, adapters),
+        "use_dora": _one("dora", [one.dora for one in adapters.values()]),
         "use_rslora": _one("rslora", [one.rslora for one in adapters.values()]),
     }
 
@@ -195,29 +216,30 @@ def _pattern(values: Mapping[str, Value], usual: Value) -> dict[str, Value]:
 
 def _targets(model: nn.Module, paths: Iterable[str]) -> list[str]:
     """Returns the last parts of names, if these layers alone have them; else whole names."""
-    names, inside = set(), set()
-    for path, module in model.named_modules():
-        if module not in inside:
-            names.add(path)
-        if isinstance(module, LoRALinear):
-            inside |= {*module.modules()} - {module}
+    names = [path for path, _ in outside(model)]
     ends = sorted({path.rpartition(".")[2] for path in paths})
     found = {path for path in names if path.rpartition(".")[2] in ends}
     return ends if found == {*paths} else sorted(paths)
 
 
-def _modules_to_save(model: nn.Module) -> list[str]:
-    """Returns the modules outside of adapters that have parameters which train.
+def _modules_to_save(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Returns the copies of modules that an adapter has, and the modules outside of adapters that
+    have parameters which train.
 
     Raises:
         ValueError: the files have no place for one.
     """
-    layers = lora_layers(model)
-    inside = {part: path for path, one in layers.items() for part in one.modules()}
-    found: list[str] = []
+    layers = switched(model)
+    own = {id(p) for one in layers.values() for each in one.names for p in one.trained(each)}
+    inside = {part for one in layers.values() for part in one.modules()}
+    found: dict[str, nn.Module] = {
+        path: one.modules_to_save[name]
+        for path, one in layers.items()
+        if isinstance(one, TrainedCopy) and name in one.names
+    }
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
-        params = [*module.parameters(recurse=False)]
+        params = [p for p in module.parameters(recurse=False) if id(p) not in own]
         for param in params:
             other = owners.setdefault(id(param), path)
             if other != path and param.requires_grad:
@@ -230,10 +252,9 @@ def _modules_to_save(model: nn.Module) -> list[str]:
         if any(path.startswith(f"{one}.") for one in found):
             continue  # a part of what is saved as a whole
         is_whole = not any(one.startswith(f"{path}.") for one in layers)
-        if module not in inside and path and is_whole and not isinstance(module, QuantizedLinear):
-            found.append(path)
-        elif not re.match(rf"{re.escape(inside.get(module, path))}\.lora_[AB]\.", path):
+        if module in inside or not path or not is_whole or isinstance(module, QuantizedLinear):
             raise ValueError(f"'{path}' trains, and the files of an adapter have no place for it")
+        found[path] = module
     return found
 
 
@@ -277,67 +298,103 @@ def _adapter(path: str, rank: int, config: Mapping[str, Any]) -> Adapter:
             alpha = other
             break
     try:
-        return Adapter(rank, alpha, config["lora_dropout"], config["use_rslora"])
+        return Adapter(
+            rank, alpha, config["lora_dropout"], config["use_rslora"], config["use_dora"]
+        )
     except TypeError as error:
         raise ValueError(f"{CONFIG} is malformed: {error}") from error
 
 
-def _pairs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns A and B by the names of their layers, and the other tensors by their names.
+def _parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Returns A, B and lengths, if there are some, by the names of their layers, and the other
+    tensors by their names.
 
     Raises:
-        ValueError: a name is none of PEFT, or a layer lacks one of the two.
+        ValueError: a name is none of PEFT, or a layer lacks A or B.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[int, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not key.startswith(PREFIX):
             raise ValueError(f"{TENSORS}: '{key}' does not begin with '{PREFIX}'")
         path, dot, which = key.removeprefix(PREFIX).rpartition(".lora_")
-        if dot and which in ("A.weight", "B.weight"):
-            found.setdefault(path, {})[which[0]] = tensor
+        kind = next((kind for kind in (_LINEAR, _EMBEDDING) if which in kind), None)
+        if dot and kind is not None:
+            found.setdefault(path, {})[kind.index(which)] = tensor
         else:
             others[key.removeprefix(PREFIX)] = tensor
-    for path, both in found.items():
-        if len(both) != 2:
+    for path, parts in found.items():
+        if 0 not in parts or 1 not in parts:
             raise ValueError(f"{TENSORS}: '{path}' has only one of lora_A and lora_B")
-    return {path: (both["A"], both["B"]) for path, both in found.items()}, others
+    return {path: [parts[k] for k in sorted(parts)] for path, parts in found.items()}, others
 
 
-def _check_pairs(model: nn.Module, pairs: Mapping[str, Any]) -> None:
-    for path, (a, b) in pairs.items():
+def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool) -> None:
+    for path, (a, b, *lengths) in found.items():
         try:
             layer = model.get_submodule(path)
         except AttributeError as error:
             raise ValueError(f"{TENSORS}: the model has no '{path}'") from error
-        if not takes_adapters(layer):
-            raise ValueError(f"{TENSORS}: '{path}' is a {type(layer).__name__}, no linear layer")
+        if not (takes_adapters(layer) or is_embedding(layer)):
+            raise ValueError(
+                f"{TENSORS}: '{path}' is a {type(layer).__name__}, no linear layer or embedding"
+            )
         columns, rows = features_of(layer)
         if a.dim() != 2 or a.shape != (len(a), columns) or b.shape != (rows, len(a)):
             raise ValueError(
                 f"{TENSORS}: lora_A {[*a.shape]} and lora_B {[*b.shape]} of '{path}' do not fit "
                 f"its weight {[rows, columns]}"
             )
-    if not pairs:
+        if [one.shape for one in lengths] != [(rows,)] * dora:
+            shapes = [[*one.shape] for one in lengths]
+            raise ValueError(
+                f"{TENSORS}: lora_magnitude_vector of '{path}' has shapes {shapes}, and with "
+                f"use_dora={dora} there should be {[[rows]] * dora}"
+            )
+    if not found:
         raise ValueError(f"{TENSORS} has no adapter")
 
 
-def _saved(
-    model: nn.Module, others: Mapping[str, Tensor], modules: Iterable[str]
+def _weights(
+    model: nn.Module, values: Mapping[str, Tensor], adapted: Mapping[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns the parameters and buffers of modules that were saved whole, and their values.
+    """Returns the weights of layers, and what PEFT has saved of them beside their adapters.
+
+    Raises:
+        ValueError: one does not fit, or is of another layer.
+    """
+    found = []
+    for path, value in values.items():
+        layer: Any = model.get_submodule(path) if path in adapted else None
+        if layer is None or layer.weight.shape != value.shape:
+            raise ValueError(
+                f"{TENSORS}: '{path}{_BASE}' is {[*value.shape]}, and no layer with an adapter has "
+                "such a weight"
+            )
+        found.append((layer.weight, value))
+    return found
+
+
+def _copies(
+    model: nn.Module, others: Mapping[str, Tensor], modules: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the states of modules that were saved whole, by the names of the modules.
 
     Raises:
         ValueError: a key is of no such module, or does not fit.
     """
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
-    found = []
+    places: dict[str, nn.Module] = {}
+    for path, module in outside(model):
+        if any(path.endswith(one) for one in modules):  # as PEFT does
+            places[path] = module.original_module if isinstance(module, TrainedCopy) else module
+    found: dict[str, dict[str, Tensor]] = {}
     for key, value in others.items():
         above = [key[: match.start()] for match in re.finditer(r"\.", key)]
-        if not any(path.endswith(one) for path in above for one in modules):  # as PEFT does
+        path = next((one for one in above if one in places), None)
+        if path is None:
             raise ValueError(f"{TENSORS}: '{key}' is not supported")
-        target = places.get(key)
+        target = places[path].state_dict().get(key.removeprefix(f"{path}."))
         if target is None or target.shape != value.shape:
             raise ValueError(f"{TENSORS}: '{key}' is {[*value.shape]}, and the model has no such")
-        found.append((target, value))
+        found.setdefault(path, {})[key.removeprefix(f"{path}.")] = value
     return found

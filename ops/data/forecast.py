@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,11 +14,10 @@ from .._core import drawing
 from .._core.progress import progress_bar
 from .._core.randomness import loader_kept
 from .._core.sizes import format_bytes, parse_bytes
+from ..planning import Plan, plan
 from ..step.errors import PlanError
 from ..step.micro_batches import largest_part, samples_of
-from .api import plan
-from .polynomials import Form, Polynomials, sizes_of
-from .result import Plan
+from .polynomials import TOLERANCE, Form, Polynomials, sizes_of
 
 __all__ = ["Forecast", "Remedy", "forecast"]
 
@@ -69,10 +69,14 @@ class Forecast:
 
     @property
     def over(self) -> list[int]:
-        """Returns the steps that do not fit into the budget; none if there is no budget."""
-        if self.budget is None:
-            return []
-        return [step for step, size in enumerate(self.total_bytes) if size > self.budget]
+        """Returns the steps that do not fit into the budget, of which a thousandth is left free:
+        so much may a step be off. None if there is no budget."""
+        within = self._within
+        return [step for step, size in enumerate(self.total_bytes) if size > within]
+
+    @property
+    def _within(self) -> float:
+        return math.inf if self.budget is None else self.budget / (1 + TOLERANCE)
 
     @property
     def fits(self) -> bool:
@@ -271,19 +275,18 @@ class _Epoch:
     # ---- ways out --------------------------------------------------------------------------------
 
     def remedies(self, found: Forecast) -> list[Remedy]:
-        assert found.budget is not None
-        remedies = []
-        if self.lengths and (limit := self._limit(found, found.budget)) is not None:
+        remedies, within = [], found._within
+        if self.lengths and (limit := self._limit(found, within)) is not None:
             remedies.append(limit)
         worst = found.worst(1)[0]
-        if (cut := self._micro_batches(self.batch(worst), found.budget)) is not None:
+        if (cut := self._micro_batches(self.batch(worst), within)) is not None:
             remedies.append(cut)
         for each in self.plan(self.batch(worst)).advice():
-            if each.plan.total_bytes <= found.budget and "micro-batches" not in each.name:
+            if each.plan.total_bytes <= within and "micro-batches" not in each.name:
                 remedies.append(Remedy(each.name, each.plan.total_bytes, each.code))
         return remedies
 
-    def _limit(self, found: Forecast, budget: int) -> Remedy | None:
+    def _limit(self, found: Forecast, within: float) -> Remedy | None:
         """Returns the longest sequences with which all steps fit, if longer ones are cut."""
 
         def most(limit: int) -> int:
@@ -293,13 +296,13 @@ class _Epoch:
         fitting, not_fitting = 0, max(max(self.lengths[step]) for step in found.over)
         while not_fitting - fitting > 1:
             middle = (fitting + not_fitting) // 2
-            if most(middle) <= budget:
+            if most(middle) <= within:
                 fitting = middle
             else:
                 not_fitting = middle
         if not fitting:
             return None
-        kept = [size for size in found.total_bytes if size <= budget]
+        kept = [size for size in found.total_bytes if size <= within]
         return Remedy(
             f"sequences of at most {fitting}",
             max(most(fitting), *kept, 0),
@@ -315,7 +318,7 @@ class _Epoch:
                 return found.steady + found.share
         return self.plan(batch).total_bytes
 
-    def _micro_batches(self, batch: Any, budget: int) -> Remedy | None:
+    def _micro_batches(self, batch: Any, within: float) -> Remedy | None:
         """Returns the fewest micro-batches with which a batch fits."""
         count = 2
         while count <= min(MOST_PARTS, samples_of(batch) or 0):
@@ -323,7 +326,7 @@ class _Epoch:
                 found = self.plan(largest_part(batch, count), accumulation=count).total_bytes
             except PlanError:
                 return None
-            if found <= budget:
+            if found <= within:
                 return Remedy(
                     f"{count} micro-batches",
                     found,

@@ -1,0 +1,16 @@
+/*
+ * quantize_blocks_cpu_signed.h: blocks of codes of the signed map to numbers and back, for loops that work on a
+ * tile of binary32 in between.
+ */
+#ifndef HR_QUANTIZE_BLOCKS_CPU_SIGNED_H
+#define HR_QUANTIZE_BLOCKS_CPU_SIGNED_H
+
+#include "kernels/quant/quantize_blocks.h"
+
+/* The numbers of `count` codes of a block. */
+void quant_decode_signed(const uint8_t *codes, int count, float absmax, float *x);
+
+/* Writes the codes of a block of `count` numbers, and returns its absmax. */
+float quant_encode_signed(const float *x, int count, uint8_t *codes);
+
+#endif

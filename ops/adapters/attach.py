@@ -1,0 +1,125 @@
+"""Puts modules with an adapter in the places of a model's own, and freezes all else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..nn.lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear, is_embedding
+from ..nn.switched import Switched, activate, is_in, replace, switched
+from ..nn.trained_copy import TrainedCopy
+
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # never called
+
+
+def attach(
+    model: nn.Module,
+    wanted: Mapping[str, Adapter],
+    name: str,
+    dtype: torch.dtype | None,
+    copied: Iterable[str] = (),
+) -> None:
+    """Adds an adapter to layers of a model, which become :class:`LoRALinear` or
+    :class:`LoRAEmbedding` if they are none, and copies of modules, which become
+    :class:`TrainedCopy`. The adapter is the only one that is active, and all else is frozen.
+
+    Args:
+        model: holds the layers.
+        wanted: the numbers of the adapter for each layer, by the name of the layer.
+        name: of the adapter.
+        dtype: of A and B.
+        copied: names of modules of which the adapter trains a copy.
+
+    Raises:
+        TypeError: a weight is a DTensor.
+        ValueError: the name is taken or none; a weight is that of another module too, or is one
+            that DoRA cannot read; the model is itself such a layer; or a module to copy is none
+            that can be trained as a whole. Nothing is changed then.
+    """
+    if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"name is {name!r}, wanted one that a module may have, without a dot")
+    places = [*dict.fromkeys([*wanted, *copied])]
+    modules: dict[str, Any] = {path: model.get_submodule(path) for path in places}
+    if "" in modules:
+        raise ValueError("the model is itself the layer: give a module that holds it")
+    for path, one in modules.items():
+        if isinstance(one, Switched) and name in one.names:
+            raise ValueError(f"'{path}' has an adapter {name!r} already")
+        for key, param in one.named_parameters():
+            if isinstance(param, DTensor):
+                raise TypeError(f"'{path}.{key}' is a DTensor: add adapters before fully_shard()")
+    wholes = {path: modules[path] for path in copied}
+    for path, one in wholes.items():
+        _check_copied(path, one, {*wanted}, {*wholes, *switched(model)} - {path})
+        _refuse_shared(model, path, one, one.parameters())
+    for path in wanted:
+        # A weight that weight_norm or pruning computes is no parameter.
+        weight = modules[path]._parameters.get("weight")
+        _refuse_shared(model, path, modules[path], [] if weight is None else [weight])
+    around = {path: _around(one, path in wanted) for path, one in modules.items()}
+    for path, adapter in wanted.items():
+        if adapter.dora:
+            try:
+                around[path].base_matrix()
+            except ValueError as error:
+                raise ValueError(f"'{path}': {error}") from None
+    swaps = {id(modules[path]): one for path, one in around.items() if one is not modules[path]}
+    replace(model, swaps)
+    for path, one in around.items():
+        if path in wanted:
+            one.add_adapter(name, wanted[path], dtype)
+        else:
+            one.add_adapter(name)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    activate(model, [name])
+
+
+def _around(module: nn.Module, is_target: bool) -> Any:
+    """Returns what takes the place of a module, or the module itself if it has adapters already."""
+    if isinstance(module, Switched):
+        return module
+    if not is_target:
+        return TrainedCopy(module)
+    return LoRAEmbedding(module) if is_embedding(module) else LoRALinear(module)
+
+
+def _check_copied(path: str, module: nn.Module, targets: set[str], others: set[str]) -> None:
+    """Raises where a module cannot be trained as a whole, by a copy.
+
+    Args:
+        path: its name.
+        module: the module, or what holds copies of it already.
+        targets: names of the layers that get A and B.
+        others: names of other modules that have something of an adapter, or get it.
+    """
+    kind = type(module).__name__
+    if isinstance(module, CONTAINERS) or not [*module.parameters()]:
+        raise ValueError(f"'{path}' is a {kind}, which is never called or has no parameters")
+    if not all(param.is_floating_point() for param in module.parameters()):
+        raise ValueError(f"'{path}' has a weight in few bits, of which no copy can be trained")
+    for other in targets | others:
+        if is_in(path, other) or (is_in(other, path) and not isinstance(module, TrainedCopy)):
+            raise ValueError(f"'{path}' is to train as a whole, and '{other}' has an adapter")
+    if isinstance(module, LoRALayer):
+        raise ValueError(f"'{path}' is to train as a whole, and has an adapter")
+
+
+def _refuse_shared(
+    model: nn.Module, path: str, module: nn.Module, params: Iterable[nn.Parameter]
+) -> None:
+    """Raises where a parameter of a module is that of another one too, which would not have the
+    adapter."""
+    if isinstance(module, Switched):
+        return
+    wanted = {id(param) for param in params}
+    for other, one in model.named_modules():
+        if not is_in(other, path) and any(id(p) in wanted for p in one._parameters.values()):
+            raise ValueError(
+                f"'{path}' and '{other}' have the same weight, and an adapter would be that of the "
+                "first alone: leave it out, or untie them"
+            )

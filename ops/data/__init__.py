@@ -1,0 +1,20 @@
+"""Feeds training steps: the settings that a loader should have, batches that are on the device
+before they are needed, and the memory that each batch of an epoch will take."""
+
+from .advice import LoaderAdvice, advise, tuned
+from .costs import LoaderCosts
+from .forecast import Forecast, Remedy, forecast
+from .prefetch import DevicePrefetcher
+from .settings import Settings
+
+__all__ = [
+    "DevicePrefetcher",
+    "Forecast",
+    "LoaderAdvice",
+    "LoaderCosts",
+    "Remedy",
+    "Settings",
+    "advise",
+    "forecast",
+    "tuned",
+]

@@ -1,0 +1,237 @@
+"""SGD, SGD8bit, Lion and Lion8bit: bits and checkpoints of torch, states, and options."""
+
+import copy
+
+import headroom
+import pytest
+import torch
+from headroom.optim import SGD, Lion, Lion8bit, SGD8bit
+from torch import nn
+
+from helpers.bits import assert_same_bits
+
+EIGHT_BIT = {"min_8bit_size": 0}
+MAKES = {
+    "sgd": (SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "sgd8bit": (SGD8bit, {"momentum": 0.9} | EIGHT_BIT),
+    "lion": (Lion, {"weight_decay": 0.1}),
+    "lion8bit": (Lion8bit, {"weight_decay": 0.1} | EIGHT_BIT),
+}
+EACH = pytest.mark.parametrize("cls, options", MAKES.values(), ids=MAKES)
+
+
+def params(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(s).to(dtype)) for s in ((40, 30), (7,), ())]
+
+
+def set_grads(step, *lists):
+    for owners in lists:
+        torch.manual_seed(100 + step)
+        for param in owners:
+            param.grad = torch.randn(param.shape).to(param.dtype)
+
+
+def run(optimizer, owners, steps):
+    for step in steps:
+        set_grads(step, owners)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_run_in_float32_has_the_bits_of_torch(foreach):
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("torch has other bits on this processor")
+    ours, theirs = params(), params()
+    groups = [lambda ps: {"params": ps[:1], "lr": 0.3, "nesterov": True}, lambda ps: ps[1:]]
+
+    def made(cls, ps, **more):
+        first, rest = groups[0](ps), {"params": groups[1](ps)}
+        return cls([first, rest], lr=0.1, momentum=0.9, weight_decay=0.01, **more)
+
+    optimizer, reference = made(SGD, ours), made(torch.optim.SGD, theirs, foreach=foreach)
+    run(optimizer, ours, range(5))
+    run(reference, theirs, range(5))
+    assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+@pytest.mark.parametrize("cls", [SGD, SGD8bit])
+def test_checkpoints_of_torch(cls, momentum):
+    """Load, also those of before the first step; and torch goes on from ours."""
+    options = {"lr": 0.1, "momentum": momentum, "dampening": 0.5 * momentum}
+    theirs, ours = params(), params()
+    reference, optimizer = torch.optim.SGD(theirs, **options), cls(ours, **options)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    run(reference, theirs, range(2))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for param, other in zip(ours, theirs):
+        param.data.copy_(other)
+    run(reference, theirs, range(2, 4))
+    run(optimizer, ours, range(2, 4))
+    for param, other in zip(ours, theirs):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
+    if cls is SGD:
+        again = torch.optim.SGD(ours, **options)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(again, ours, range(4, 6))
+        run(reference, theirs, range(4, 6))
+        for param, other in zip(ours, theirs):
+            torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
+
+
+def test_sgd_without_momentum_keeps_no_state():
+    owners = params()
+    optimizer = SGD(owners, lr=0.1)
+    run(optimizer, owners, range(2))
+    assert all(not optimizer.state[p] for p in owners)
+    assert sum(sum(row.bytes.values()) for row in optimizer.memory()) == 0
+    assert optimizer.state_dict()["state"].keys() <= {0, 1, 2}
+
+
+@EACH
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(cls, options, tmp_path):
+    ours, theirs = params(), params()
+    going, stopped = cls(ours, **options), cls(theirs, **options)
+    run(going, ours, range(4))
+    run(stopped, theirs, range(2))
+    torch.save(stopped.state_dict(), tmp_path / "state.pt")
+    resumed = cls(theirs, **options)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    run(resumed, theirs, range(2, 4))
+    assert_same_bits(ours, theirs)
+
+
+@EACH
+def test_a_state_file_brings_all_back(cls, options, tmp_path):
+    model = nn.Linear(40, 30)
+    optimizer = cls(model.parameters(), **options)
+    run(optimizer, list(model.parameters()), range(2))
+    wanted = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    headroom.save_state(tmp_path / "state", model=model, optimizer=optimizer)
+    run(optimizer, list(model.parameters()), range(2, 3))
+    headroom.load_state(tmp_path / "state", model=model, optimizer=optimizer)
+    assert_same_bits(model.state_dict().values(), wanted[0].values())
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert_same_bits(entry.values(), wanted[1][key].values())
+
+
+@EACH
+def test_states_on_the_host_change_no_bit(cls, options):
+    ours, theirs = params(), params()
+    resident, offloaded = cls(ours, **options), cls(theirs, offload="state", **options)
+    run(resident, ours, range(3))
+    run(offloaded, theirs, range(3))
+    assert_same_bits(ours, theirs)
+
+
+@EACH
+def test_an_infinite_gradient_under_a_scaler_changes_nothing(cls, options):
+    owners = params()
+    optimizer = cls(owners, **options)
+    run(optimizer, owners, range(2))
+    before = [p.detach().clone() for p in owners]
+    set_grads(3, owners)
+    owners[0].grad[0, 0] = float("inf")
+    scaler = headroom.amp.GradScaler(device="cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits(owners, before)
+    assert scaler.get_scale() == 4.0 and optimizer.skipped_steps == 1
+
+
+@EACH
+def test_clipping_scales_what_the_step_takes(cls, options):
+    ours, theirs = params(), params()
+    clipped, plain = cls(ours, max_grad_norm=0.5, **options), cls(theirs, **options)
+    set_grads(1, ours, theirs)
+    nn.utils.clip_grad_norm_(theirs, 0.5)
+    clipped.step()
+    plain.step()
+    for param, other in zip(ours, theirs):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bfloat16_model_does_not_stall():
+    """A step of 2^-10 of a weight is lost in bfloat16, and kept by what completes it."""
+    stuck, moving = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    optimizers = torch.optim.SGD([stuck], lr=2**-10), SGD([moving], lr=2**-10, master="remainder16")
+    for _ in range(64):
+        for param, optimizer in zip((stuck, moving), optimizers):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    assert (stuck == 1).all() and (moving == 1 - 64 * 2**-10).all()
+
+
+@pytest.mark.parametrize("master, size", [(None, 3.02), ("remainder16", 5.02)])
+@pytest.mark.parametrize("cls, options", [(SGD8bit, {"momentum": 0.9}), (Lion8bit, {})])
+def test_bytes_of_8_bits(cls, options, master, size):
+    param = nn.Parameter(torch.zeros(1000, 1000, dtype=torch.bfloat16))
+    (row,) = cls([param], master=master, **options).memory()
+    assert row.bytes_per_parameter + 2 == pytest.approx(size, abs=0.01)
+
+
+def test_8_bits_of_small_parameters_and_by_choice():
+    large, small, chosen = (nn.Parameter(torch.zeros(n)) for n in (5000, 100, 5000))
+    optimizer = Lion8bit([large, small, chosen])
+    optimizer.override(chosen, bits=32)
+    run(optimizer, [large, small, chosen], range(1))
+    dtypes = [optimizer.state[p]["exp_avg"].dtype for p in (large, small, chosen)]
+    assert dtypes == [torch.uint8, torch.float32, torch.float32]
+
+
+def test_8_bits_follow_32():
+    """Sixty steps on a quadratic end about where those with float32 moments end."""
+    for cls, wide, options in ((SGD8bit, SGD, {"momentum": 0.9}), (Lion8bit, Lion, {})):
+        torch.manual_seed(0)
+        target = torch.randn(5000)
+        losses = []
+        for kind in (cls, wide):
+            param = nn.Parameter(torch.zeros(5000))
+            optimizer = kind([param], lr=0.02, **options)
+            for _ in range(60):
+                param.grad = param.detach() - target
+                optimizer.step()
+            losses.append((param - target).square().mean().item())
+        begin = target.square().mean().item()
+        assert max(losses) < 0.2 * begin and abs(losses[0] - losses[1]) < 0.06 * begin
+
+
+@EACH
+def test_their_states_are_not_converted(cls, options):
+    owners = params()
+    optimizer = cls(owners, **options)
+    run(optimizer, owners, range(1))
+    words = (
+        "states of SGD are not converted" if "sgd" in cls.__name__.lower() else "no known library"
+    )
+    with pytest.raises(ValueError, match=words):
+        headroom.state.convert_state(optimizer, to="torch")
+
+
+BAD = {
+    "lr": (SGD, {"lr": -1.0}, ValueError, "Invalid learning rate"),
+    "momentum": (SGD, {"momentum": -0.1}, ValueError, "Invalid momentum value"),
+    "dampening": (SGD, {"dampening": float("nan")}, ValueError, "Invalid dampening value"),
+    "weight_decay": (SGD, {"weight_decay": -1}, ValueError, "Invalid weight_decay value"),
+    "nesterov": (SGD, {"nesterov": True}, ValueError, "Nesterov momentum requires"),
+    "differentiable": (SGD, {"differentiable": True}, RuntimeError, "differentiable"),
+    "state_dtype": (SGD, {"state_dtype": torch.int8}, ValueError, "state_dtype must be one of"),
+    "master": (SGD, {"master": "f16"}, ValueError, "master must be one of"),
+    "betas": (Lion, {"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1"),
+    "one beta": (Lion, {"betas": 0.9}, ValueError, "betas must be two numbers"),
+    "block_size": (Lion8bit, {"block_size": 100}, ValueError, "block_size must be one of"),
+    "nonfinite": (SGD8bit, {"nonfinite": "skip"}, ValueError, "nonfinite must be one of"),
+    "min_8bit_size": (SGD8bit, {"min_8bit_size": -1}, ValueError, "min_8bit_size must be"),
+}
+
+
+@pytest.mark.parametrize("cls, options, error, words", BAD.values(), ids=BAD)
+def test_bad_options(cls, options, error, words):
+    with pytest.raises(error, match=words):
+        cls(params(), **options)
+    good = cls(params())
+    with pytest.raises(error, match=words):
+        good.add_param_group({"params": [nn.Parameter(torch.ones(3))]} | options)
+    assert len(good.param_groups) == 1
