@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype, check_tensors
 from .._core.surroundings import takes_ops
 from .gemm import gemm
 
-# The dtypes that torch has no fast product for on this processor.
+# The dtypes of 16 bits that torch has no fast product for on this processor.
 SLOW_ON_CPU = {
     d for d in (torch.bfloat16, torch.float16) if not torch.ops.headroom.lends_product(d)
 }
