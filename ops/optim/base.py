@@ -207,8 +207,7 @@ class Optimizer(StatefulOptimizer):
         for group in self.param_groups if traced else ():
             calls += self._calls_on_lists(group, scalars)
         count = self.prepared_count(scalars.found_inf)
-        if self._stalled is not None:
-            self._stalled.restart()
+        self.restart_stalled()
         self._run(calls)
         count()
 
@@ -332,6 +331,13 @@ class Optimizer(StatefulOptimizer):
                 call()
             except (RuntimeError, NotImplementedError) as error:
                 raise explained(self, error, bucket.owners, bucket.grads) from error
+            if self._stalled is not None:
+                self._stalled.stepped += sum(param.numel() for param in bucket.params)
+
+    def restart_stalled(self) -> None:
+        """Forgets the weights that did not move, at the beginning of a step."""
+        if self._stalled is not None:
+            self._stalled.restart()
 
     def stalled_fraction(self) -> float:
         """Returns the share of weights that the last step was too small to move: float32 would have
@@ -342,7 +348,7 @@ class Optimizer(StatefulOptimizer):
         Raises:
             RuntimeError: the optimizer was made without ``count_stalled=True``, or has not stepped.
         """
-        return stalled_fraction(self._stalled, self.state)
+        return stalled_fraction(self._stalled)
 
     # ---- skipped steps --------------------------------------------------------------------------
 

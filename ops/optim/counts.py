@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.dtensor import local_part
-
 
 class LateCounts:
     """Brings counts to the host without waiting: on CUDA they arrive some steps later."""
@@ -142,22 +140,20 @@ class SkippedSteps(DeviceCounts):
 class StalledWeights(DeviceCounts):
     """Counts the weights that a step was too small to move, on each device."""
 
+    stepped = 0  # weights that the step was to update
+
     def restart(self) -> None:
+        self.stepped = 0
         for count in self._counts.values():
             count.zero_()
 
 
-def stalled_fraction(stalled: StalledWeights | None, state: dict[Any, Any]) -> float:
-    """Returns the share of stalled weights among the weights that have a state."""
+def stalled_fraction(stalled: StalledWeights | None) -> float:
+    """Returns the share of stalled weights among those that the step was to update."""
     if stalled is None:
         raise RuntimeError(
             "stalled_fraction() needs an optimizer that counts: make it with count_stalled=True"
         )
-    stepped = sum(
-        local_part(param).numel()
-        for param, entry in state.items()
-        if entry and isinstance(param, Tensor)
-    )
-    if not stepped:
+    if not stalled.stepped:
         raise RuntimeError("stalled_fraction() comes after a step that updated parameters")
-    return stalled.total() / stepped
+    return stalled.total() / stalled.stepped

@@ -30,10 +30,12 @@ class StateMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size:,}" for name, size in self.bytes.items())
         shown = ", ".join(self.names[:6]) + (", ..." if len(self.names) > 6 else "")
+        owners = f"{self.numel:,} parameters in {len(self.names):,} tensors ({shown})"
+        if not self.dtypes:
+            return f"No state for {owners}"
         return (
             f"State in {' + '.join(self.dtypes)}: {self.bytes_per_parameter:.2f} bytes for each of "
-            f"{self.numel:,} parameters in {len(self.names):,} tensors ({shown})\n"
-            f"    bytes: {parts}"
+            f"{owners}\n    bytes: {parts}"
         )
 
 

@@ -78,9 +78,10 @@ class OneMoment(Optimizer):
         """Counts the step of a state of torch's SGD, or of a Lion that does not count: there is a
         moment after the first step."""
         entry = {name: value for name, value in entry.items() if value is not None}
+        counted = float(self.moment in entry)
         for name in self.layout(param, group, self.layout_index_of_state(entry)).names:
             if name == "step":
-                entry.setdefault("step", float(self.moment in entry))
+                entry.setdefault("step", counted)
             elif name == self.moment and not entry.get("step"):
                 entry.setdefault(name, self.layout(param, group, 0).slot(name).new(param))
         return entry

@@ -26,6 +26,10 @@ class OneMoment8bit(EightBit, OneMoment):
     def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return super().layout_index(param, group) if self._has_moment(group) else 0
 
+    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+        has_moment = self._has_moment(group)
+        return super().layout_indices(params, group) if has_moment else [0] * len(params)
+
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if bucket.layout.index != EIGHT_BIT:
             return super()._prepared(group, bucket, states, options)

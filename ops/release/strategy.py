@@ -70,6 +70,7 @@ class InBackward(Strategy):
 
     def restart(self) -> None:
         self.has_stepped = False
+        self._has_applied = False
         self._seen: set[Tensor] = set()  # parameters that have a gradient in this backward
 
     @property
@@ -146,6 +147,9 @@ class InBackward(Strategy):
             for index, members in grouped(params, self.places.__getitem__).items()
         ]
         self.has_stepped = True
+        if not self._has_applied:
+            self.optimizer.restart_stalled()
+            self._has_applied = True
         with torch.no_grad():
             for call in calls:
                 call()

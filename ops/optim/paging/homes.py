@@ -73,7 +73,7 @@ def _new_on_meta(slot: Slot, param: Tensor) -> Tensor:
 
 def size_of(fields: tuple[Field, ...]) -> int:
     """Returns the bytes of a run that has these fields."""
-    return aligned(fields[-1].first + fields[-1].size)
+    return aligned(fields[-1].first + fields[-1].size) if fields else 0
 
 
 def is_cuttable(

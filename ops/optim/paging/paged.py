@@ -130,7 +130,7 @@ class Paging:
         places = _places(optimizer, members, state)
         slots, resident = self._choice(places)
         with torch.no_grad():
-            leaving = [p for param, p in places.items() if state.get(param)]
+            leaving = [p for param, p in places.items() if p.size and state.get(param)]
             self._house([p for p in leaving if p.param not in resident], state, optimizer)
             self._slots, self.resident, self._has_adopted = slots, resident, True
             for place in leaving:
@@ -164,7 +164,8 @@ class Paging:
                 room -= place.size
                 if room < 0:
                     break
-                resident.add(place.param)
+                if place.size:  # without momentum SGD has no state
+                    resident.add(place.param)
         return slots, resident
 
     def _slot(self, places: Iterable[Place], total: int, engine: Engine) -> int:
@@ -220,7 +221,7 @@ class Paging:
         self, optimizer: Any, params: Iterable[Tensor], layout: Layout, group: dict[str, Any]
     ) -> None:
         state, names, places = optimizer.state, layout.names, []
-        for param in params:
+        for param in params if names else ():
             home = self._homes.get(param)
             if home is None or not home.holds(state.get(param), names):
                 check_param(optimizer, param)
@@ -280,7 +281,7 @@ class Paging:
         for bucket in plan.buckets:
             positions: dict[tuple[torch.device, bool], list[int]] = {}
             for i, owner in enumerate(bucket.owners):
-                where = owner.device, owner in self.resident
+                where = owner.device, owner in self.resident or not bucket.layout.names
                 positions.setdefault(where, []).append(i)
             for (device, stays), chosen in positions.items():
                 owners = [bucket.owners[i] for i in chosen]

@@ -80,12 +80,35 @@ def test_checkpoints_of_torch(cls, momentum):
             torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
 
 
+def test_a_state_without_a_buffer_is_that_of_before_the_first_step():
+    (param, *_) = params()
+    optimizer = SGD([param], lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: {"momentum_buffer": None}}})
+    assert optimizer.state[param]["step"] == 0
+
+
+@pytest.mark.parametrize("cls, options", [(SGD, {}), (SGD8bit, EIGHT_BIT)])
+def test_momentum_may_end(cls, options):
+    """As with torch's, the buffers stay, and are not used."""
+    ours, theirs = params(), params()
+    pairs = [(ours, cls(ours, lr=0.1, momentum=0.9, **options)), (theirs, SGD(theirs, lr=0.1))]
+    for owners, optimizer in pairs:
+        set_grads(0, owners)
+        for param in owners:
+            param.grad.zero_()
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0
+        run(optimizer, owners, range(1, 3))
+    assert_same_bits(ours, theirs)
+
+
 def test_sgd_without_momentum_keeps_no_state():
     owners = params()
     optimizer = SGD(owners, lr=0.1)
     run(optimizer, owners, range(2))
     assert all(not optimizer.state[p] for p in owners)
     assert sum(sum(row.bytes.values()) for row in optimizer.memory()) == 0
+    assert "No state for 1,208 parameters in 3 tensors" in repr(optimizer)
     assert optimizer.state_dict()["state"].keys() <= {0, 1, 2}
 
 
@@ -125,6 +148,26 @@ def test_states_on_the_host_change_no_bit(cls, options):
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("budget", [None, "1 MiB"])
+def test_without_momentum_nothing_is_on_the_host(budget):
+    """Beside parameters with a state, in groups that come later, and alone."""
+    lists = [params() for _ in range(2)]
+    optimizers = [
+        SGD([{"params": ps[1:2], "momentum": 0.9}, {"params": ps[:1]}], lr=0.1, **more)
+        for ps, more in zip(lists, ({}, {"offload": "state", "budget": budget}))
+    ]
+    for ps, optimizer in zip(lists, optimizers):
+        run(optimizer, ps, range(2))
+        optimizer.add_param_group({"params": ps[2:]})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(optimizer, ps, range(2, 4))
+    assert_same_bits(*lists)
+    alone = SGD(lists[0], lr=0.1, offload="state", budget=budget)
+    run(alone, lists[0], range(1))
+    memory = alone.offload_handle.memory()
+    assert memory.host == memory.resident == 0 and not alone.offload_handle.leaner()
+
+
 @EACH
 def test_an_infinite_gradient_under_a_scaler_changes_nothing(cls, options):
     owners = params()
@@ -162,6 +205,24 @@ def test_a_bfloat16_model_does_not_stall():
             param.grad = torch.ones_like(param)
             optimizer.step()
     assert (stuck == 1).all() and (moving == 1 - 64 * 2**-10).all()
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_stalled_weights_of_the_last_step_are_counted(momentum, release):
+    """Without a state too, and where backward makes the steps."""
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = SGD(model.parameters(), lr=2**-10, momentum=momentum, count_stalled=True)
+    with pytest.raises(RuntimeError, match="after a step"):
+        optimizer.stalled_fraction()
+    if release:
+        headroom.release_gradients(model, optimizer)
+    for _ in range(2):
+        model.weight[:4].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.stalled_fraction() == 0.5
 
 
 @pytest.mark.parametrize("master, size", [(None, 3.02), ("remainder16", 5.02)])
