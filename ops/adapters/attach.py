@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..nn.lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear, is_embedding
 from ..nn.switched import Switched, activate, is_in, replace, switched
+from ..nn.torch_encoder import call_linears
 from ..nn.trained_copy import TrainedCopy
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # never called
@@ -40,7 +41,9 @@ def attach(
             that DoRA cannot read; the model is itself such a layer; or a module to copy is none
             that can be trained as a whole. Nothing is changed then.
     """
-    if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
+    held_in = nn.ModuleDict(), nn.ParameterDict()  # as attributes
+    taken = isinstance(name, str) and any(hasattr(one, name) for one in held_in)
+    if not isinstance(name, str) or not name or "." in name or taken:
         raise ValueError(f"name is {name!r}, wanted one that a module may have, without a dot")
     places = [*dict.fromkeys([*wanted, *copied])]
     modules: dict[str, Any] = {path: model.get_submodule(path) for path in places}
@@ -77,6 +80,7 @@ def attach(
     for param in model.parameters():
         param.requires_grad_(False)
     activate(model, [name])
+    call_linears(model)
 
 
 def _around(module: nn.Module, is_target: bool) -> Any:

@@ -366,10 +366,11 @@ def _weights(
     found = []
     for path, value in values.items():
         layer: Any = model.get_submodule(path) if path in adapted else None
-        if layer is None or layer.weight.shape != value.shape:
+        is_it = layer is not None and layer.weight.is_floating_point()  # and no codes
+        if not is_it or layer.weight.shape != value.shape:
             raise ValueError(
                 f"{TENSORS}: '{path}{_BASE}' is {[*value.shape]}, and no layer with an adapter has "
-                "such a weight"
+                "such a weight of floats"
             )
         found.append((layer.weight, value))
     return found

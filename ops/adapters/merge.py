@@ -17,7 +17,7 @@ from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
 from ..nn.lora import LoRAEmbedding, LoRALayer, lora_layers
 from ..nn.quantized import QuantizedLinear, quantized_weight
-from ..nn.switched import replace, switched
+from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
 from ..patching.bitsandbytes import Held, is_bitsandbytes
 from ..quantizing.choice import joined, weight_of
@@ -154,9 +154,20 @@ def unmerge(model: nn.Module) -> nn.Module:
     """Puts back what :func:`headroom.merge` has replaced, to the bit, and returns the model.
 
     Raises:
-        ValueError: the model has no layer that was merged and kept what it was.
+        ValueError: the model has no layer that was merged and kept what it was; or such a layer has
+            got an adapter since. Nothing is changed then.
     """
-    kept = {id(one): (one, vars(one)[KEPT]) for one in model.modules() if KEPT in vars(one)}
+    kept: dict[int, tuple[Any, Any]] = {}
+    for path, module in outside(model):
+        merged = _inner(module)
+        if KEPT not in vars(merged):
+            continue
+        if isinstance(module, Switched) and module.names:
+            raise ValueError(
+                f"'{path}' has got adapters {module.names} since it was merged: delete them first "
+                "(headroom.adapters.delete_adapter)"
+            )
+        kept[id(module)] = merged, vars(merged)[KEPT]
     if not kept:
         raise ValueError(f"{type(model).__name__} has no layer that headroom.merge has kept")
     for merged, before in kept.values():
@@ -165,6 +176,13 @@ def unmerge(model: nn.Module) -> nn.Module:
     replace(model, {key: before for key, (_, before) in kept.items()})
     describe(model)
     return model
+
+
+def _inner(module: Any) -> nn.Module:
+    """Returns what the adapters of a module stand beside, or a module that has none itself."""
+    if isinstance(module, LoRALayer):
+        return module.base_layer
+    return module.original_module if isinstance(module, TrainedCopy) else module
 
 
 def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry]:
@@ -242,6 +260,8 @@ def _with_weight(layer: LoRALayer, weight: Tensor, again: bool) -> Any:
     if isinstance(layer, LoRAEmbedding):
         made = copy.copy(base)  # of its class, with its padding and its scale
         made._parameters = dict(base._parameters)
+        for name in ("forward", "_old_forward", "_hf_hook"):  # of the base, which they would call
+            vars(made).pop(name, None)
     else:
         made.bias = base.bias
         if base.bias is not None and base.bias.dtype != weight.dtype and not again:

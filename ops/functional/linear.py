@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype, check_tensors
 from .._core.surroundings import takes_ops
 from .gemm import gemm
 
-# The dtypes that torch has no fast product for on this processor.
-SLOW_ON_CPU = {d for d in FLOATS if not torch.ops.headroom.lends_product(d)}
+# The dtypes of 16 bits that torch has no fast product for on this processor.
+SLOW_ON_CPU = {
+    d for d in (torch.bfloat16, torch.float16) if not torch.ops.headroom.lends_product(d)
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -29,7 +29,8 @@ class Switched(nn.Module):
         """Returns the names of the adapters that are active. It may be assigned to.
 
         Raises:
-            ValueError: these cannot be active together, when they are assigned.
+            ValueError: when they are assigned: there is no such adapter, or they cannot be active
+                together.
         """
         return self._active
 
@@ -43,12 +44,16 @@ class Switched(nn.Module):
         return self.active if self.enabled else ()
 
     def checked(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names.
+        """Returns the names, each once.
 
         Raises:
-            ValueError: adapters of these names cannot be active together.
+            ValueError: there is no adapter of a name, or they cannot be active together.
         """
-        return tuple(names)
+        names = tuple(dict.fromkeys(names))
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"there is no adapter {name!r}; there are {self.names}")
+        return names
 
     def trained(self, name: str) -> list[nn.Parameter]:
         """Returns the parameters that an adapter has here, which train while it is active."""

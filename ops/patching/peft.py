@@ -12,6 +12,7 @@ from ..functional.lora import lora_linear
 from ..nn.dora import dora_linear
 from ..nn.fused import is_untouched
 from ..nn.lora import joined, readable_matrix
+from ..nn.quantized import QuantizedLinear
 from .bitsandbytes import matrix_for
 from .changes import Changes
 from .report import PatchReport
@@ -30,6 +31,8 @@ def swap_adapters(model: nn.Module, changes: Changes, report: PatchReport) -> No
         layer: Any = module
         if type(module).__name__ not in CLASSES.get(type(module).__module__, ()):
             continue
+        if isinstance(layer.base_layer, QuantizedLinear):
+            changes.set(module, "merge", refuse_merge)
         if "forward" in vars(module):
             report.leave(name, module, "something else has replaced its forward")
         elif not all(map(_is_dora, layer.lora_variant.values())):
@@ -37,6 +40,19 @@ def swap_adapters(model: nn.Module, changes: Changes, report: PatchReport) -> No
         else:
             changes.set(module, "forward", functools.partial(peft_forward, module))
             report.swap(name, module, "LoRA", "headroom.functional.lora_linear")
+
+
+def refuse_merge(*_: Any, **__: Any) -> None:
+    """Takes the place of ``merge`` of layers over codes, which PEFT would overwrite as if they were
+    numbers: by its ``safe_merge`` without an error.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "PEFT cannot merge into a weight of few bits of headroom.quantize: save the adapter, and "
+        "use headroom.state.load_adapter and headroom.merge on the model without PEFT"
+    )
 
 
 def peft_forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:

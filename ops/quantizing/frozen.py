@@ -10,6 +10,7 @@ from torch import nn
 
 from ..functional.quantize_matrix import QuantizedMatrix, quantize_matrix
 from ..nn.quantized import QuantizedLinear, quantized_weight
+from ..nn.torch_encoder import call_linears
 from .choice import choose, is_conv1d, joined, weight_of
 from .quantize import check_finite, take, take_shape, why_none
 from .transformers_config import describe
@@ -93,6 +94,7 @@ class FrozenWeights:
             self._before[name] = kind, weight
             take(module, q)
             weight.data = weight.data.new_empty(0)
+        call_linears(self._model)
         describe(self._model)
 
     def give_back(self) -> None:

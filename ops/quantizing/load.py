@@ -15,6 +15,7 @@ from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..nn.bitsandbytes import is_bitsandbytes_key
 from ..nn.quantized import QuantizedLinear, quantized_weight
+from ..nn.torch_encoder import call_linears
 from ..state.file.safetensors import Entry, entries_in, read
 from .choice import choose, is_conv1d, is_linear, joined, left_parameters, weight_of
 from .quantize import check_arguments, take, take_shape
@@ -97,6 +98,7 @@ def load_quantized(
         _tie(places)
     _fill_buffers(modules, device)
     report.left = left_parameters(model, reasons)
+    call_linears(model)
     describe(model)
     return report
 

@@ -12,6 +12,7 @@ from .._core.checks import check_choice
 from .._core.progress import progress_bar
 from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix, quantize_matrix
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..nn.torch_encoder import call_linears
 from ..patching.changes import Changes
 from .choice import choose, joined, left_parameters, weight_of
 from .report import QuantizeReport
@@ -83,6 +84,7 @@ def quantize(
             report.add(name, was, before, take(module, q))
             bar.update(before)
     report.left = left_parameters(model, reasons)
+    call_linears(model)
     describe(model)
     return report
 

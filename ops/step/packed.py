@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -28,21 +28,35 @@ def ends_of(batch: Any) -> list[int] | None:
 
     Ends are told by ``cu_seqlens`` or ``cu_seq_lens_q``, or by ``position_ids`` that begin anew.
     """
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Mapping):
-        return ends_of(batch[0])
-    if not isinstance(batch, Mapping) or (tokens := _tokens(batch)) is None:
+    named = _named(batch)
+    if named is None or (tokens := _tokens(named)) is None:
         return None
     for name in ENDS:
-        ends = batch.get(name)
-        if isinstance(ends, Tensor):
-            return None if _is_unknown(ends) or ends.dim() != 1 else ends.tolist()
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or _is_unknown(positions):
+        if isinstance(ends := named.get(name), Tensor):
+            return None if _is_unknown(ends) or ends.dim() != 1 else _within(ends.tolist(), tokens)
+    positions = named.get("position_ids")
+    # With a mask, transformers does not look at where positions begin.
+    if not isinstance(positions, Tensor) or isinstance(named.get("attention_mask"), Tensor):
         return None
-    if positions.shape != (1, tokens):
+    if _is_unknown(positions) or positions.shape != (1, tokens):
         return None
     begin = (positions[0].diff() != 1).nonzero().flatten() + 1
     return [0, *begin.tolist(), tokens] if begin.numel() else None
+
+
+def _named(batch: Any) -> Mapping[str, Any] | None:
+    """Returns the named tensors of a batch, which may be the first of a tuple."""
+    if isinstance(batch, (tuple, list)) and batch:
+        batch = batch[0]
+    return batch if isinstance(batch, Mapping) else None
+
+
+def _within(ends: list[int], tokens: int) -> list[int] | None:
+    """Returns the ends of the sequences that have tokens, as ``headroom.nn`` reads them: what lies
+    behind the last one is one more sequence. None if they do not rise from 0."""
+    if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
+        return None
+    return sorted({min(end, tokens) for end in ends} | {tokens}) if tokens else None
 
 
 def _tokens(batch: Any) -> int | None:
@@ -71,8 +85,6 @@ def spread(ends: Sequence[int], count: int) -> list[range]:
 def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
     """Returns a batch of some of the sequences, in the order of their numbers: a view of the row
     where these follow one another, else a copy."""
-    if not isinstance(batch, Mapping):
-        return type(batch)((chosen(batch[0], ends, numbers), *batch[1:]))
     spans = [
         (ends[run[0]], ends[run[-1] + 1])
         for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
@@ -87,23 +99,22 @@ def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
         return cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
 
     made = mapped(batch, change)
+    named: Any = _named(made)
     lengths = [ends[number + 1] - ends[number] for number in numbers]
-    for name in ENDS:
-        if isinstance(given := batch.get(name), Tensor):
-            made[name] = given.new_tensor([0, *lengths]).cumsum(0, dtype=given.dtype)
-    for name in LONGEST:
-        if batch.get(name) is not None:
-            made[name] = type(batch[name])(max(lengths))
-    if isinstance(numbered := batch.get("seq_idx"), Tensor):
-        index = torch.arange(len(numbers)).repeat_interleave(torch.tensor(lengths))
-        made["seq_idx"] = index.to(numbered)[None]
+    for name, given in [*named.items()]:
+        if name in ENDS and isinstance(given, Tensor):
+            named[name] = given.new_tensor([0, *lengths]).cumsum(0, dtype=given.dtype)
+        elif name in LONGEST and given is not None:
+            most = max(lengths)
+            named[name] = torch.full_like(given, most) if isinstance(given, Tensor) else most
+        elif name == "seq_idx" and isinstance(given, Tensor):
+            index = torch.arange(len(numbers)).repeat_interleave(torch.tensor(lengths))
+            named[name] = index.to(given)[None]
     return made
 
 
 def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
     """Returns a batch of as many sequences of the mean length, on the meta device."""
-    if not isinstance(batch, Mapping):
-        return type(batch)((resized_row(batch[0], ends, sequences), *batch[1:]))
     tokens = -(-ends[-1] * sequences // (len(ends) - 1))
 
     def resize(x: Tensor) -> Tensor:
@@ -112,7 +123,8 @@ def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     made = mapped(batch, resize)
+    named: Any = _named(made)
     for name in ENDS:
-        if isinstance(given := batch.get(name), Tensor):
-            made[name] = torch.empty(sequences + 1, dtype=given.dtype, device="meta")
+        if isinstance(given := named.get(name), Tensor):
+            named[name] = torch.empty(sequences + 1, dtype=given.dtype, device="meta")
     return made

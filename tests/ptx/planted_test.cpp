@@ -38,7 +38,7 @@ const Fault faults[] = {
     {"a barrier removed", "norm_kernel|bar.sync 0;|", "*UnscaleNormLists.MeasureThenClip*"},
     {"a barrier under a condition", "norm_kernel|bar.sync 0;|@%p1 bar.sync 0;",
      "*UnscaleNormLists.MeasureThenClip*"},
-    {"an offset off by 4", "glu_kernel|+16]|+20]", "*Glu.*"},
+    {"an offset off by 4", "glu_kernel|+8]|+12]", "*Glu.*"},
     {"a parameter read 4 bytes on", "accumulate_kernel|+40]|+44]", "*AccumulateValues.EveryType*"},
     {"a shuffle to other lanes", "norm_forward|shfl.sync.bfly|shfl.sync.down", "*RowNorm.Forward*"},
     {"a lane left out of a mask", "norm_forward|, -1;|, 2147483647;", "*RowNorm.Forward*"},

@@ -229,10 +229,12 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
     return out;
 }
 
+// Of products that are not of few rows.
 bool lends_product_of(ScalarType dtype)
 {
-    return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16, 1)
-           : dtype == ScalarType::Half   ? lends_product(HR_F16, 1)
+    return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16, few_rows)
+           : dtype == ScalarType::Half   ? lends_product(HR_F16, few_rows)
+           : dtype == ScalarType::Float  ? lends_product(HR_F32, few_rows)
                                          : true;
 }
 

@@ -356,6 +356,16 @@ def test_tensors_that_do_not_fit_are_refused(change, message, saved):
     refused(saved, message)
 
 
+def test_weights_beside_adapters_are_not_written_over_codes(saved):
+    tensors = safetensors.torch.load_file(saved / TENSORS)
+    key = f"{PATH}.base_layer.weight"
+    safetensors.torch.save_file(tensors | {key: torch.ones(32, 32)}, saved / TENSORS)
+    model = model_of("Llama")
+    headroom.quantize(model, "int8")
+    with pytest.raises(ValueError, match="no layer with an adapter has such a weight of floats"):
+        load_adapter(model, saved)
+
+
 def test_modules_that_were_saved_must_fit(saved):
     config = config_in(saved) | {"modules_to_save": ["lm_head"]}
     (saved / CONFIG).write_text(json.dumps(config))

@@ -232,6 +232,8 @@ def test_several_adapters_are_switched_summed_and_disabled():
             pass
         assert_same_bits(model(ids), plain)
     assert_same_bits(model(ids), both)
+    use_adapters(model, "default", "default", "second", "default")  # each once
+    assert_same_bits(model(ids), both)
     use_adapters(model)
     assert_same_bits(model(ids), plain)
     use_adapters(model, "default", "second")
@@ -410,6 +412,21 @@ def test_what_uses_its_weight_itself_is_left():
     assert report.left[1].reason.startswith("a subclass of Linear")
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_layers_of_torch_call_adapters_in_eval(padded):
+    """Their fast path reads the weight of a layer past it, and takes nested tensors."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    headroom.lora(model, 2)
+    padding = torch.arange(5) > torch.tensor([[2], [4]]) if padded else None
+    x = torch.randn(2, 5, 16)
+    wanted = shake(model).train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        got = model.eval()(x, src_key_padding_mask=padding)
+    there = slice(None) if padding is None else ~padding
+    torch.testing.assert_close(got[there], wanted[there], rtol=1e-4, atol=1e-5)
+
+
 def test_a_pruned_layer_is_called():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -438,6 +455,7 @@ def test_bad_arguments_change_nothing():
         (dict(name="a.b"), "name is 'a.b'"),
         (dict(name=""), "name is ''"),
         (dict(name="keys"), "name is 'keys'"),
+        (dict(name="copy"), "name is 'copy'"),  # of an embedding
         (dict(modules_to_save=["left"]), "modules_to_save: the model has no module with the name"),
         (dict(modules_to_save=["up"], targets=["up"]), "'up' is to train as a whole, and 'up' has"),
     ]

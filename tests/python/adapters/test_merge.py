@@ -1,6 +1,7 @@
 """Adapters that become part of the weights, what rounding takes of them, and the way back."""
 
 import copy
+import functools
 
 import headroom
 import pytest
@@ -107,6 +108,17 @@ def test_embeddings_and_copies_of_modules(dora):
         assert_same_bits(logits(headroom.unmerge(again)), wanted)
 
 
+def test_a_merged_embedding_does_not_call_what_it_was_made_of():
+    model = adapted(targets=["embed_tokens"])
+    base = model.model.embed_tokens.base_layer
+    base.forward = functools.partial(type(base).forward, base)  # as accelerate sets it
+    wanted = logits(model)
+    headroom.merge(model)
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    headroom.unmerge(model)
+    assert_same_bits(logits(model), wanted)
+
+
 def test_what_is_lost_is_what_rounding_took():
     """In bfloat16, small adapters vanish in part, and the report says how much of them."""
     model = adapted(dtype=torch.bfloat16, std=1e-3)
@@ -200,6 +212,21 @@ def test_training_goes_on_after_unmerging_and_several_adapters_are_merged():
         headroom.unmerge(one)
         assert error(gradients(one, **inputs), grads) < 1e-7
     assert all(mine is before for mine, before in zip(model.parameters(), params))
+
+
+def test_adapters_that_came_after_merging_are_not_lost():
+    model = adapted()
+    wanted, names = logits(model), [*model.state_dict()]
+    headroom.merge(model)
+    headroom.lora(model, 2, name="later")
+    merged = [*model.state_dict()]
+    with pytest.raises(ValueError, match=r"q_proj' has got adapters \['later'\] since"):
+        headroom.unmerge(model)
+    assert [*model.state_dict()] == merged
+    headroom.adapters.delete_adapter(model, "later")
+    headroom.unmerge(model)
+    assert_same_bits(logits(model), wanted)
+    assert [*model.state_dict()] == names
 
 
 def test_what_is_not_kept_does_not_come_back():

@@ -83,6 +83,14 @@ def test_values_and_gradients(turn, dtype, batch, device):
         check(m, n, k, dtype, device, batch, turn)
 
 
+@pytest.mark.parametrize("turn", range(4))
+def test_few_rows_are_multiplied_by_torch_on_the_cpu(turn):
+    """In float32, on any processor: packing the other factor takes longer than torch's product."""
+    turns = {"transpose_a": turn & 1 != 0, "transpose_b": turn & 2 != 0}
+    a, b, *_ = sample(4, 40, 1000, torch.float32, "cpu", **turns)
+    assert torch.equal(gemm(a, b, **turns), reference(a, b, 0, 0, **turns))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_size(dtype, device):

@@ -361,6 +361,15 @@ def test_numbers_that_are_none(given, error, message):
         Adapter(**({"rank": 4, "alpha": 4.0} | given))
 
 
+def test_only_adapters_that_there_are_can_be_active():
+    layer = layer_of()
+    for names in ("default", ["default", "second"]):  # a string has letters, not names
+        with pytest.raises(ValueError, match=r"there is no adapter '(d|second)'; there are \['def"):
+            layer.active = names
+    layer.active = ["default", "default"]
+    assert layer.active == ("default",)
+
+
 def test_a_name_that_is_taken():
     with pytest.raises(ValueError, match="there is an adapter 'default' already"):
         layer_of().add_adapter("default", Adapter(4, 4.0))

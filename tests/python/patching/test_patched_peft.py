@@ -109,6 +109,24 @@ def test_what_the_op_cannot_compute_is_left_to_peft():
     same(11)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_peft_does_not_overwrite_codes(base, options):
+    """By safe_merge it would without an error, with DoRA or in int8."""
+    model = adapted(base, **options)
+    headroom.patch(model)
+    wanted = {name: p.clone() for name, p in model.named_parameters()}
+    for safe in (False, True):
+        with pytest.raises(RuntimeError, match=r"headroom\.merge"):
+            copy.deepcopy(model).merge_adapter(safe_merge=safe)
+        with pytest.raises(RuntimeError, match=r"headroom\.merge"):
+            model.merge_adapter(safe_merge=safe)
+    assert_same_bits([*dict(model.named_parameters()).values()], [*wanted.values()])
+    assert ops_of(model) == 14
+    headroom.unpatch(model)
+    assert not any("merge" in vars(module) for module in model.modules())
+
+
 def test_dropout_is_that_of_a_seed_and_levels_repeat_it():
     model, inputs = adapted("nf4", lora_dropout=0.3), inputs_of()
     wanted = None

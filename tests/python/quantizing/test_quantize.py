@@ -175,6 +175,19 @@ def test_adapters_that_do_not_train_are_left():
     assert model.up.lora_B["first"].weight.grad is not None
 
 
+def test_encoder_layers_of_torch_call_layers_of_few_bits_in_eval():
+    """Their fast path would read codes as a weight."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    assert len(headroom.quantize(model).quantized) == 4
+    x, padding = torch.randn(2, 5, 32), torch.arange(5) > torch.tensor([[2], [4]])
+    for options in ({}, {"src_key_padding_mask": padding}):
+        wanted = model.train()(x, **options)
+        with torch.no_grad():
+            got = model.eval()(x, **options)
+        torch.testing.assert_close(got[~padding], wanted[~padding], rtol=1e-4, atol=1e-5)
+
+
 class Own(nn.Linear):
     pass
 

@@ -205,3 +205,45 @@ def test_fit_cuts_a_packed_batch():
     assert sum(map(sequences_of, each), []) == sequences_of(batch)
     wanted = float(forward(model, batch))
     assert float(fitted.step(batch)) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "ends", [[0, 12, 15, 15, 35, 40, 40], [0, 12, 15, 35], [0, 12, 15, 35, 99]]
+)
+def test_ends_are_those_that_the_modules_take(ends):
+    """Empty sequences have no part, what lies behind the last end is a sequence, and no end is
+    behind the row."""
+    tokens = torch.arange(40)[None]
+    batch = {"ids": tokens, "labels": tokens, "cu_seqlens": torch.tensor(ends)}
+    assert ends_of(batch) == [0, 12, 15, 35, 40]
+    each = parts(batch, 3)
+    assert torch.equal(torch.cat([part["ids"] for part in each], 1), tokens)
+    for part in each:
+        assert part["cu_seqlens"][-1] == part["ids"].shape[1] == part["labels"].shape[1]
+    assert sum(shares(each, NEXT_TOKENS)) == 1
+    assert ends_of(batch | {"cu_seqlens": torch.tensor([0, 20, 10, 40])}) is None
+
+
+def test_targets_beside_a_row_are_cut_with_it():
+    batch = ours()
+    labels = batch.pop("labels")
+    each = parts((batch, labels), 3)
+    assert torch.equal(torch.cat([target for _, target in each], 1), labels)
+    assert all(named["ids"].shape == target.shape for named, target in each)
+    weights = [weight for _, weight in headroom.micro_batches((batch, labels), 3)]
+    assert weights == [named["ids"].shape[1] for named, _ in each]
+    assert resized((batch, labels), 12)[1].shape == (1, 100)
+
+
+def test_a_mask_beside_positions_makes_one_sequence():
+    """As for transformers, which then does not look at where positions begin."""
+    batch = flattened()
+    assert ends_of(batch | {"attention_mask": torch.ones_like(batch["input_ids"])}) is None
+
+
+def test_the_longest_sequence_may_be_a_tensor():
+    batch = flattened(return_flash_attn_kwargs=True)
+    given = batch | {"max_length_q": torch.tensor(20)}
+    assert [int(part["max_length_q"]) for part in parts(given, 3)] == [
+        part["max_length_q"] for part in parts(batch, 3)
+    ]
