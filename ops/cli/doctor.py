@@ -79,13 +79,13 @@ def run(options: argparse.Namespace) -> int:
 def _advice(name: str) -> Any:
     """Returns the advice on the loader that a function of the user's makes."""
     path = list(sys.path)
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.getcwd())  # workers that are spawned have it too
     try:
         made = pkgutil.resolve_name(name)()
+        data = importlib.import_module("headroom.data")
+        return data.advise(*made) if isinstance(made, tuple) else data.advise(made)
     finally:
         sys.path[:] = path
-    data = importlib.import_module("headroom.data")
-    return data.advise(*made) if isinstance(made, tuple) else data.advise(made)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -98,8 +99,9 @@ class Forecast:
 
     def ways_out(self) -> list[Remedy]:
         """Returns changes with each of which all steps would fit: a limit on the lengths, where
-        these were given; micro-batches; levels and what else :meth:`Plan.advice` knows. Each is
-        planned for the step that takes the most.
+        these were given; micro-batches; levels and what else :meth:`Plan.advice` knows. The last
+        are planned for the step that takes the most, and for those of the steps that do not fit
+        which have the most rows or tokens.
 
         Raises:
             ValueError: no budget was given.
@@ -206,6 +208,22 @@ def forecast(
         return epoch.foretold(size, bar.update)
 
 
+def _lengths(item: Any, number: int) -> list[int]:
+    """Returns the lengths of a step, which may be numbers of NumPy or in tensors."""
+    try:
+        found = [operator.index(item)]
+    except TypeError:
+        try:
+            found = [operator.index(one) for one in item]
+        except TypeError:
+            found = []
+    if not found or min(found) < 1:
+        raise ValueError(
+            f"lengths[{number}] is {found or item!r}, wanted a length above 0 or a list of them"
+        )
+    return found
+
+
 class _Epoch:
     """The batches of an epoch, and what is known of their plans."""
 
@@ -225,11 +243,7 @@ class _Epoch:
         self._known: dict[Form, Polynomials] = {}
         for number, item in enumerate(lengths):
             if collate is not None:
-                item = [item] if isinstance(item, int) else list(item)
-                if not item or not all(isinstance(one, int) and one > 0 for one in item):
-                    raise ValueError(
-                        f"lengths[{number}] is {item!r}, wanted a length above 0 or a list of them"
-                    )
+                item = _lengths(item, number)
                 self.lengths.append(item)
             self._of_step.append(self._added(self._made(item)))
         if not self._of_step:
@@ -256,16 +270,30 @@ class _Epoch:
         model, optimizer, options = self._planned
         return plan(model, optimizer, batch, **options | changed)
 
+    def _plan_of_step(self, batch: Any) -> Plan:
+        """Returns the plan of one of the epoch's batches; an error says of which step it is."""
+        try:
+            return self.plan(batch)
+        except PlanError as error:
+            step = next(n for n in range(len(self._of_step)) if self.batch(n) is batch)
+            sizes = ", ".join(f"{name} {size}" for name, size in self.sizes(step).items())
+            where = f"step {step}" + (f", of {sizes}" if sizes else "")
+            raise PlanError(f"{where}: {error}") from error
+
+    def sizes(self, step: int) -> dict[str, int]:
+        form, sizes = self._of_step[step]
+        return form.named(sizes)
+
     def foretold(self, budget: int | None, covered: Callable[[int], Any]) -> Forecast:
         for form in self._forms.values():
-            self._known[form] = Polynomials(form, self.plan, covered)
+            self._known[form] = Polynomials(form, self._plan_of_step, covered)
         peaks = [self._known[form].peaks[form.point(sizes)] for form, sizes in self._of_step]
         begun, *others = peaks
         known = self._known.values()
         return Forecast(
             [begun.first, *(one.steady for one in others)],
             [begun.first + begun.share, *(one.steady + one.share for one in others)],
-            [form.named(sizes) for form, sizes in self._of_step],
+            [*map(self.sizes, range(len(peaks)))],
             budget,
             sum(each.plans for each in known),
             max(each.error for each in known),
@@ -278,13 +306,26 @@ class _Epoch:
         remedies, within = [], found._within
         if self.lengths and (limit := self._limit(found, within)) is not None:
             remedies.append(limit)
-        worst = found.worst(1)[0]
-        if (cut := self._micro_batches(self.batch(worst), within)) is not None:
+        if (cut := self._micro_batches(self.batch(found.worst(1)[0]), within)) is not None:
             remedies.append(cut)
-        for each in self.plan(self.batch(worst)).advice():
-            if each.plan.total_bytes <= within and "micro-batches" not in each.name:
-                remedies.append(Remedy(each.name, each.plan.total_bytes, each.code))
+        largest, *others = [self.plan(batch).advice() for batch in self._largest(found)]
+        for each in largest:
+            plans = [each.plan, *(a.plan for more in others for a in more if a.name == each.name)]
+            total = max(one.total_bytes for one in plans)
+            is_known = len(plans) == 1 + len(others)
+            if is_known and total <= within and "micro-batches" not in each.name:
+                remedies.append(Remedy(each.name, total, each.code))
         return remedies
+
+    def _largest(self, found: Forecast) -> list[Any]:
+        """Returns the batch of the step that takes the most, and those of the steps that do not fit
+        and have the most of a size, which may take the most once a step has changed."""
+        steps = found.worst(1)
+        for form in self._forms.values():
+            over = [step for step in found.over if self._of_step[step][0] is form]
+            for name in self.sizes(over[0]) if over else ():
+                steps.append(max(over, key=lambda step: (self.sizes(step)[name], -step)))
+        return [*{id(batch): batch for batch in map(self.batch, steps)}.values()]
 
     def _limit(self, found: Forecast, within: float) -> Remedy | None:
         """Returns the longest sequences with which all steps fit, if longer ones are cut."""
@@ -318,21 +359,35 @@ class _Epoch:
                 return found.steady + found.share
         return self.plan(batch).total_bytes
 
-    def _micro_batches(self, batch: Any, within: float) -> Remedy | None:
-        """Returns the fewest micro-batches with which a batch fits."""
+    def _micro_batches(self, worst: Any, within: float) -> Remedy | None:
+        """Returns the fewest micro-batches with which all batches fit, if there are any; ``worst``
+        is looked at first."""
+        model, optimizer, options = self._planned
+        batches = [batch for form in self._forms.values() for batch in form.batches.values()]
         count = 2
-        while count <= min(MOST_PARTS, samples_of(batch) or 0):
+        while count <= min(MOST_PARTS, samples_of(worst) or 0):
+            changed = options | {"accumulation": count}
             try:
-                found = self.plan(largest_part(batch, count), accumulation=count).total_bytes
+                total = plan(model, optimizer, largest_part(worst, count), **changed).total_bytes
+                if total <= within:
+                    # The first one twice: of the first step, only the first step is foretold.
+                    each = [largest_part(batch, count) for batch in [*batches, batches[0]]]
+                    cut = _Epoch(model, optimizer, changed, None, each).foretold(None, _ignored)
+                    step = cut.worst(1)[0]
+                    total, worst = cut.total_bytes[step], batches[step % len(batches)]
             except PlanError:
                 return None
-            if found <= within:
+            if total <= within:
                 return Remedy(
                     f"{count} micro-batches",
-                    found,
+                    total,
                     f"for part, weight in headroom.micro_batches(batch, {count}):\n"
                     "    with accumulator.micro_batch(weight=weight):  # headroom.GradAccumulator\n"
                     "        loss_of(model, part).backward()",
                 )
             count *= 2
         return None
+
+
+def _ignored(count: int) -> None:
+    """Shows no progress."""

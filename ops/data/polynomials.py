@@ -16,7 +16,7 @@ from ..memory.events import Timeline
 from ..planning import Plan
 from ..planning.device import device_share
 from ..planning.masks import hidden_by
-from ..step.trees import tensors_in
+from ..step.trees import mapped, tensors_in
 
 __all__ = ["TOLERANCE", "Form", "Peaks", "Polynomials"]
 
@@ -49,7 +49,10 @@ class Form:
     def add(self, batch: Any) -> tuple[int, ...]:
         """Adds a batch, unless there is one of its sizes, and returns these."""
         sizes = sizes_of(batch)
-        self.batches.setdefault(sizes, batch)
+        if sizes not in self.batches:
+            # A copy: a batch of a worker holds files of shared memory open.
+            copies: dict[int, Tensor] = {}
+            self.batches[sizes] = mapped(batch, lambda x: copies.setdefault(id(x), x.clone()))
         return sizes
 
     @property
@@ -93,8 +96,9 @@ def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
     else:
         items = [("batch", batch)]
     for name, value in items:
-        for x in tensors_in(value):
-            yield name, x
+        found = [*tensors_in(value)]
+        for number, x in enumerate(found):
+            yield (f"{name}.{number}" if len(found) > 1 else name), x
 
 
 def _tells(rows: Sequence[tuple[int, ...]], given: int | None, column: int) -> bool:
@@ -123,6 +127,10 @@ class Peaks:
     first: int
     steady: int
     share: int
+
+    @property
+    def total(self) -> int:
+        return self.steady + self.share
 
 
 def _peaks_of(plan: Plan) -> Peaks:
@@ -196,7 +204,7 @@ class Polynomials:
         worst = 0.0
         for point in [*anchors, *checks]:
             truth, found = _peaks_of(self._planned(point)), region.peaks(point)
-            for name in ("first", "steady"):
+            for name in ("first", "steady", "total"):
                 worst = max(worst, abs(getattr(found, name) / getattr(truth, name) - 1))
         if worst > TOLERANCE:
             return None
@@ -276,6 +284,7 @@ class _Region:
         self._high = [max(x) for x in zip(*points)]
         sizes = [[a.bytes for a in timeline.allocations] for timeline in timelines]
         rows = terms.rows(points)
+        self._rows = rows
         self._factors = torch.linalg.lstsq(
             rows, torch.tensor(sizes, dtype=torch.float64), driver="gelsd"
         ).solution
@@ -287,7 +296,12 @@ class _Region:
         self._later = min(span.start for span in given.spans if span.step == last)
 
     def has(self, point: Point) -> bool:
-        return all(a <= x <= b for a, x, b in zip(self._low, point, self._high))
+        """Returns whether the plans determine what a batch of these sizes takes."""
+        if not all(a <= x <= b for a, x, b in zip(self._low, point, self._high)):
+            return False
+        row = self._terms.rows([point]).T
+        told = self._rows.T @ torch.linalg.lstsq(self._rows.T, row, driver="gelsd").solution
+        return bool((told - row).norm() < 1e-6)
 
     def peaks(self, point: Point) -> Peaks:
         """Returns what a step takes with a batch of these sizes."""

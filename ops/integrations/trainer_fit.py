@@ -12,7 +12,7 @@ import torch
 from ..fitting import Fitted
 from ..fitting.ranks import gathered, together
 from ..step.description import Step
-from ..step.micro_batches import repeated
+from ..step.micro_batches import largest_part, repeated
 from ..step.restoring import ModelBefore
 from .loops import (
     WHOLE_BATCHES,
@@ -70,7 +70,8 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     """
 
     _trains = False
-    _step: Step | None = None  # of the Trainer, on the batches that were planned
+    _step: Step | None = None  # of the Trainer, without its batch
+    _parts = 1  # that batches of the loader were divided into
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint of the Trainer keeps: the choice, which a resumed run takes."""
@@ -143,13 +144,16 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         does not fit fails before the first step, and later ones find room of that size."""
         assert self._step is not None
         model, before = self._step.model, ModelBefore(self._step.model)
+        given = self.sample_batch  # as the loader yielded it before it was fitted
+        if given is not None:
+            given = largest_part(given, self._parts)
         with before:
             before.keep(model.parameters())
-            inputs = step_of(trainer, inputs_of(trainer, self.sample_batch, who=WHO))
+            inputs = step_of(trainer, inputs_of(trainer, given, who=WHO))
             try:
+                model.train()  # as the Trainer does before each step
                 self._step.loss_of(model, inputs).backward()
             finally:
-                model.zero_grad()
                 before.restore()
 
     def _fit_once(self, trainer: Trainer, *given: Any, **options: Any) -> None:
@@ -174,6 +178,8 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         own = self.choice, (self.budget, self.host_budget)
         kept, budgets = next((one for one in found if one is not None), own)
         fitted = self._fitted(trainer, kept, self.again(kept, *budgets), late)
+        steps = batches_planned(trainer.args.gradient_accumulation_steps)
+        self._parts = fitted.choice.micro_batches // steps
         apply(trainer, fitted, late=late)
         self.fitted, self.choice = fitted, fitted.choice.to_json()
         vars(trainer)[FITTED] = fitted
@@ -207,7 +213,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             max_grad_norm=args.max_grad_norm or float("inf"),
             **precision,
         )
-        self._step = step
+        self._step = step.but(batch=None)  # which is on the device
 
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:
             with together():

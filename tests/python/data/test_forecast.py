@@ -1,6 +1,8 @@
 """``headroom.forecast``: peaks of every step, against a plan of each and the real counter."""
 
+import os
 import random
+from dataclasses import dataclass
 
 import headroom
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from headroom.data.polynomials import TOLERANCE
 from headroom.memory import track
+from headroom.planning import PlanError
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -188,11 +191,83 @@ def test_the_table_and_the_picture(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("made", [torch.tensor, lambda x: torch.tensor(x).numpy()])
+def test_lengths_may_be_numbers_of_tensors_and_arrays(made):
+    want = foretold([4, 9, 5])
+    assert foretold(made([4, 9, 5])).peak_bytes == want.peak_bytes
+    assert foretold([made([4]), made([9]), made(5)]).peak_bytes == want.peak_bytes
+
+
+class Short(Attending):
+    def forward(self, tokens, labels):
+        if tokens.shape[1] > 40:
+            raise ValueError("at most 40 positions")
+        return super().forward(tokens, labels)
+
+
+def test_an_error_says_of_which_step_it_is():
+    with pytest.raises(PlanError, match=r"(?s)^step 2, of tokens\[1\] 50: .*at most 40 positions"):
+        foretold([5, 6, 50, 7], Short())
+
+
+def test_a_limit_between_few_lengths_is_planned():
+    """Two lengths do not tell how memory grows from one to the other."""
+    free = foretold([4, 200])
+    budget = free.total_bytes[0] + (free.total_bytes[1] - free.total_bytes[0]) // 3
+    limit = foretold([4, 200], budget=budget).ways_out()[0]
+    most = int(limit.name.rpartition(" ")[2])
+    assert foretold([4, most], budget=budget).fits
+    assert not foretold([4, most + 1], budget=budget).fits
+    plan = headroom.plan(Attending(), torch.optim.AdamW, collate([most]))
+    assert limit.total_bytes == plan.total_bytes
+
+
+def test_micro_batches_are_a_way_out_only_if_they_are_one_for_all_steps():
+    """A step of one sequence, which cannot be cut, does not fit either."""
+    lengths = [[40] * 64, [12] * 4, [220]]
+    free = foretold(lengths)
+    assert free.worst(2) == [0, 2]
+    budget = (free.total_bytes[1] + free.total_bytes[2]) // 2
+    found = foretold(lengths, budget=budget)
+    assert found.over == [0, 2]
+    assert not [way for way in found.ways_out() if "micro-batches" in way.name]
+
+
+def test_batches_of_workers_do_not_hold_files_open():
+    loader = DataLoader(Rows(), 1, num_workers=1, collate_fn=padded)
+    before = len(os.listdir("/proc/self/fd"))
+    found = foretold(loader, Mean(), None, collate=None, loss=F.mse_loss)
+    assert len({*map(str, found.sizes)}) == 24
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
+@dataclass
+class Pair:
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_sizes_in_a_dataclass_have_names_of_their_own():
+    def pair(lengths):
+        rows, length = len(lengths), max(lengths)
+        tokens = torch.ones(rows, length, dtype=torch.int64)
+        return Pair(tokens, torch.ones(length, dtype=torch.int64))
+
+    found = foretold(
+        [[4, 5], [6], [7, 9]],
+        collate=pair,
+        forward=lambda model, batch: model(batch.tokens, batch.labels.expand_as(batch.tokens)),
+    )
+    assert found.sizes[2] == {"batch.0[0]": 2, "batch.0[1]": 9}
+    assert found.peak_bytes[2] == found.plan(2).steady
+
+
 @pytest.mark.parametrize(
     "lengths, options, error, words",
     [
         ([], {}, ValueError, "lengths is empty"),
         ([4, 0], {}, ValueError, r"lengths\[1\] is \[0\]"),
+        ([4, 2.5], {}, ValueError, r"lengths\[1\] is 2.5"),
         ([4, []], {}, ValueError, r"lengths\[1\] is \[\]"),
         (Rows(), {}, TypeError, "lengths is a Rows: give a DataLoader"),
         ([4], {"budget": "4 apples"}, ValueError, "budget is '4 apples'"),

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 from headroom.integrations.trainer_choice import choice_of_checkpoint  # noqa: E402
 from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
 
-from helpers.trainers import losses_of, rates_of, trained, trainer_of  # noqa: E402
+from helpers.trainers import forced, losses_of, rates_of, trained, trainer_of  # noqa: E402
 
 
 class Watch(transformers.TrainerCallback):
@@ -90,6 +90,27 @@ def test_the_first_pass_is_that_of_the_largest_batch(tmp_path):
     assert rows == [30, *lengths[:5]]
     assert losses_of(got) == losses_of(want) and model.calls == 5
     assert_same_bits(got.model.parameters(), want.model.parameters())
+
+
+def test_the_first_pass_of_a_batch_that_was_given_is_no_larger_than_those_of_steps(tmp_path):
+    """It is as the loader yielded it before micro-batches were chosen."""
+    data, rows = samples(16), []
+    callback = forced(2)
+    callback.sample_batch = {name: torch.stack([one[name] for one in data[:4]]) for name in data[0]}
+    begin = callback.on_train_begin
+
+    def watched(*args, model=None, **given):
+        model.eval()  # as an evaluation before training leaves it
+        model.register_forward_pre_hook(
+            lambda module, args, named: rows.append((len(named["x"]), module.training)),
+            with_kwargs=True,
+        )
+        begin(*args, model=model, **given)
+
+    callback.on_train_begin = watched
+    trained(stack(dropout=0.0), data, tmp_path, [callback], optim="sgd", max_steps=1)
+    assert callback.fitted.choice.micro_batches == 2
+    assert rows == [(2, True)] * 3
 
 
 @pytest.mark.slow
