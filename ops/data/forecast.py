@@ -130,10 +130,9 @@ class Forecast:
                 heights = [self.total_bytes[step] / unit for step in at]
                 axes.scatter(at, heights, s=14 if len(at) < 500 else 5, color=color, label=label)
         if self.budget is not None:
-            axes.axhline(self.budget / unit, color=drawing.INK, linewidth=1, linestyle="--")
-            axes.annotate(
-                f"budget {format_bytes(self.budget)}", (0, self.budget / unit), xytext=(2, 4),
-                textcoords="offset points", fontsize=8.5, color=drawing.INK,
+            axes.axhline(
+                self.budget / unit, color=drawing.INK, linewidth=1, linestyle="--",
+                label=f"budget {format_bytes(self.budget)}",
             )  # fmt: skip
             axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
         axes.set_ylim(0, 1.12 * max(*self.total_bytes, self.budget or 0) / unit)
