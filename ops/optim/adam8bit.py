@@ -134,12 +134,8 @@ class Adam8bit(EightBit, Adam):
         is_free = not self.state.get(param) and param not in self._overrides
         return 0 if group["amsgrad"] and is_free else chosen
 
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        options = super()._options(group)
-        options["decoupled"] |= group["bnb_exact"]
-        return options
-
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
+        options["decoupled"] |= group["bnb_exact"]
         if bucket.layout.index != EIGHT_BIT:
             return super()._prepared(group, bucket, states, options)
         del options["amsgrad"]

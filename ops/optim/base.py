@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from numbers import Real
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -33,8 +34,6 @@ from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
 from .options import (
     check_loaded_group,
-    check_max_grad_norm,
-    common_max_grad_norm,
     keep_unique,
 )
 from .paging import OffloadHandle, Paging
@@ -53,6 +52,29 @@ from .plan import (
     like_param,
 )
 from .states import StatefulOptimizer
+
+
+def check_max_grad_norm(limit: Any) -> None:
+    """Refuses a limit that is neither None nor a number of 0 or more."""
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
+
+
+def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the limit of all parameter groups, which must be the same."""
+    limits = [group.get("max_grad_norm") for group in groups]
+    for index, limit in enumerate(limits):
+        check_max_grad_norm(limit)
+        if limit != limits[0]:
+            raise ValueError(
+                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
+                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
+                f"{limit}; to clip groups one by one, leave it out and call "
+                "headroom.clip_grad_norm_ for each"
+            )
+    return limits[0] if limits else None
 
 
 class Optimizer(StatefulOptimizer):

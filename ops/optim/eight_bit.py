@@ -32,7 +32,12 @@ class EightBit(Optimizer):
         "block_size": BLOCK_SIZES,
         "nonfinite": get_args(Nonfinite),
     }
+    scale_names: tuple[str, ...] = ()  # of their scales
     _overrides: dict[Tensor, int]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.scale_names = tuple(map(absmax_of, cls.code_names))
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
         """Chooses 8-bit or float32 moments for a parameter of any size, before its first step. The
@@ -100,8 +105,8 @@ class EightBit(Optimizer):
         codes = (Slot(name, dtype=torch.uint8) for name in self.code_names)
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         absmaxs = (
-            Slot(absmax_of(name), lambda param: zeros(param).shape, torch.float32, first=zeros)
-            for name in self.code_names
+            Slot(name, lambda param: zeros(param).shape, torch.float32, first=zeros)
+            for name in self.scale_names
         )
         return in_float32, Layout((*codes, *absmaxs, STEP))
 
@@ -130,7 +135,7 @@ class EightBit(Optimizer):
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = dict(super().translated(param, entry, group))
-        for name in map(absmax_of, self.code_names):
+        for name in self.scale_names:
             scales = entry.get(name)
             if not isinstance(scales, Tensor) or isinstance(scales, DTensor):
                 continue

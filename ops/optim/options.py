@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -30,29 +30,6 @@ def check_lr(lr: Any, words: str) -> None:
         raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
     if not 0.0 <= lr < math.inf:
         raise ValueError(f"{words}: {lr}")
-
-
-def check_max_grad_norm(limit: Any) -> None:
-    """Refuses a limit that is neither None nor a number of 0 or more."""
-    if limit is not None and not isinstance(limit, Real):
-        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
-    if limit is not None and not limit >= 0:
-        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
-
-
-def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the limit of all parameter groups, which must be the same."""
-    limits = [group.get("max_grad_norm") for group in groups]
-    for index, limit in enumerate(limits):
-        check_max_grad_norm(limit)
-        if limit != limits[0]:
-            raise ValueError(
-                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
-                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
-                f"{limit}; to clip groups one by one, leave it out and call "
-                "headroom.clip_grad_norm_ for each"
-            )
-    return limits[0] if limits else None
 
 
 def check_loaded_group(

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._core.grouping import grouped
 from .._core.names import name_of
-from ..optim.base import Optimizer
-from ..optim.options import common_max_grad_norm
+from ..optim.base import Optimizer, common_max_grad_norm
 
 
 class Strategy:

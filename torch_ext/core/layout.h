@@ -103,6 +103,7 @@ class Staging
             list.add(view, name, k);
             return;
         }
+        require_memory(view, entry(name, k).c_str()); // torch's copy does not look
         if (written)
             Layout(view, name, k); // fails now if it cannot be written back
         copies_.push_back(layout->copy_of(view));

@@ -63,7 +63,7 @@ def test_accelerate_prepares_moves_saves_and_loads(name, accelerator, tmp_path):
     modes.train(*reference, range(6))
     assert_same_run(model, optimizer, *reference)
     accelerator.load_state(tmp_path)
-    assert all(entry["step"] == 3 for entry in entries(optimizer))
+    assert all(entry.get("step", 3) == 3 for entry in entries(optimizer))  # SGD counts none
     train(range(3, 6))
     assert_same_run(model, optimizer, *reference)
 

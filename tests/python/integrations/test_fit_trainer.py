@@ -88,8 +88,9 @@ def test_the_first_pass_is_that_of_the_largest_batch(tmp_path):
     want = trained(copy.deepcopy(model), data, tmp_path, **options)
     got = trained(model, data, tmp_path, [Seen("1 GiB", tell=lambda text: None)], **options)
     assert rows == [30, *lengths[:5]]
-    assert losses_of(got) == losses_of(want) and model.calls == 5
-    assert_same_bits(got.model.parameters(), want.model.parameters())
+    assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5) and model.calls == 5
+    for mine, others in zip(got.model.parameters(), want.model.parameters()):
+        torch.testing.assert_close(mine, others)
 
 
 def test_the_first_pass_of_a_batch_that_was_given_is_no_larger_than_those_of_steps(tmp_path):

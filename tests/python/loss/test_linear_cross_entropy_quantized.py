@@ -57,9 +57,12 @@ def test_it_is_the_loss_of_the_decoded_weight(to, dtype, cut, options, device):
     trained = [leaves[0], leaves[1].requires_grad_(), leaves[2]]
     exact = evaluated(as_float64(trained), target, factors, OPTIONS[options])
     theirs = evaluated([t.float() for t in trained], target, factors, OPTIONS[options])
+    terms = max(leaves[1].shape)
     for k, ours in enumerate(got):
         value, other = (each[k if k < 2 else 3] for each in (exact, theirs))
-        unit = torch.finfo(ours.dtype).eps * value.abs().max().item()
+        # One rounding, and what a sum of so many terms in float32 is off by on average.
+        units = torch.finfo(ours.dtype).eps + torch.finfo(torch.float32).eps * terms**0.5 / 2
+        unit = units * value.abs().max().item()
         error, limit = ((t.double() - value).abs().max().item() for t in (ours, other))
         assert error <= 2 * limit + unit, f"result {k}: {error} against {limit}"
 
