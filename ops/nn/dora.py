@@ -65,7 +65,9 @@ def scale_columns(y: Tensor, factors: Tensor, addend: Tensor | None = None) -> T
 
 
 class _Scale(torch.autograd.Function):
-    # With operations of torch, 16-bit tensors would be kept in float32.
+    """Multiplies rows by factors and adds to them, and keeps the rows in their own dtype, where
+    operations of torch would keep 16-bit tensors in float32."""
+
     generate_vmap_rule = True
 
     @staticmethod
