@@ -189,10 +189,10 @@ def test_some_samples_are_spread_over_all():
 
 
 def test_numbers_of_micro_batches():
-    assert list(counts(96)) == [2, 4, 8, 16, 32, 96] and list(counts(64)) == [2, 4, 8, 16, 32, 64]
-    assert list(counts(15)) == [3, 5, 15] and list(counts(254)) == [2, 127]
-    assert list(counts(127)) == [127] and list(counts(131)) == []
-    assert list(counts(1)) == list(counts(0)) == list(counts(None)) == []
+    assert list(counts(torch.zeros(96, 1))) == [2, 4, 8, 16, 32, 96] and list(counts(torch.zeros(64, 1))) == [2, 4, 8, 16, 32, 64]
+    assert list(counts(torch.zeros(15, 1))) == [3, 5, 15] and list(counts(torch.zeros(254, 1))) == [2, 127]
+    assert list(counts(torch.zeros(127, 1))) == [127] and list(counts(torch.zeros(131, 1))) == []
+    assert list(counts(torch.zeros(1, 1))) == list(counts(torch.zeros(0, 1))) == list(counts(torch.zeros(None, 1))) == []
 
 
 def test_norms_that_mix_samples():
