@@ -41,7 +41,7 @@ class RowsIn
     {
         const bool is_spaced = spaced();
         if (!is_spaced)
-            tensor_ = torch::stable::contiguous(tensor_);
+            tensor_ = dense_of(tensor_, name);
         const View view(tensor_);
         if (!is_spaced)
             stride_ = view.sizes[view.dim - 1];

@@ -197,6 +197,14 @@ inline void require_memory(const View &view, const char *name)
              "elements, or leave the argument out");
 }
 
+// Returns a tensor whose elements follow one another in memory: the given one, or a copy. Fails if
+// the storage was freed, which torch does not look at before it copies.
+inline Tensor dense_of(const Tensor &tensor, const char *name)
+{
+    require_memory(View(tensor), name);
+    return torch::stable::contiguous(tensor);
+}
+
 // The address of an optional float32 scalar on the call's device, or NULL.
 inline const float *scalar_of(const OptionalTensor &tensor, const View &like, const char *name)
 {

@@ -64,10 +64,7 @@ class LossRows
     const void *dense(const Tensor &tensor, const char *what)
     {
         require_storage(tensor, what);
-        kept_.push_back(torch::stable::contiguous(tensor));
-        const View view(kept_.back());
-        require_memory(view, what);
-        return view.data;
+        return View(kept_.emplace_back(dense_of(tensor, what))).data;
     }
 
     // The same of a vector of binary32.

@@ -109,7 +109,7 @@ struct Factor {
             fail(std::string(name) + " has " + std::to_string(before.dim) +
                  " dimensions, wanted 2 or 3");
         if (!describe(before, transpose)) {
-            tensor = torch::stable::contiguous(tensor);
+            tensor = dense_of(tensor, name);
             describe(View(tensor), transpose);
         }
         require_memory(View(tensor), name);
@@ -174,13 +174,12 @@ struct Product {
         Tensor dense;
         const void *vector = nullptr;
         if (bias) {
-            dense = torch::stable::contiguous(*bias);
+            dense = dense_of(*bias, "bias");
             const View view(dense);
             if (view.dim != 1 || view.sizes[0] != n || !view.is_with(like) ||
                 view.torch_dtype != out.torch_dtype)
                 fail("bias must be a tensor [" + std::to_string(n) +
                      "] with the dtype and device of the result");
-            require_memory(view, "bias");
             vector = view.data;
         }
         const Exec exec(like);

@@ -28,13 +28,12 @@ Tensor product(bool backward, const char *name, const Tensor &in, Tensor codes, 
     bits.point_to(codes, scales);
     const void *vector = nullptr;
     if (bias) {
-        bias = torch::stable::contiguous(*bias);
+        bias = dense_of(*bias, "bias");
         const View of(*bias);
         require_with(of, "bias", view, name);
         require_dtype_of(of, "bias", view, name);
         if (of.dim != 1 || of.sizes[0] != other)
             fail("bias must be a tensor [" + std::to_string(other) + "]");
-        require_memory(of, "bias");
         vector = of.data;
     }
     std::vector<int64_t> sizes(view.sizes, view.sizes + view.dim);

@@ -149,13 +149,12 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor &x, const Tensor &weight,
                       scale, dropout, precision);
     const void *vector = nullptr;
     if (bias) {
-        bias = torch::stable::contiguous(*bias);
+        bias = dense_of(*bias, "bias");
         const View of(*bias);
         require_with(of, "bias", layer.like, "x");
         require_dtype_of(of, "bias", layer.like, "x");
         if (of.dim != 1 || of.sizes[0] != rows)
             fail("bias must be a tensor [" + std::to_string(rows) + "]");
-        require_memory(of, "bias");
         vector = of.data;
     }
     Tensor y = layer.result(rows), t = layer.result(layer.config.rank);

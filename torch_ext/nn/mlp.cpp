@@ -202,10 +202,7 @@ class Block
         if (view.dim != 1 || view.sizes[0] != size)
             fail(std::string(name) + " must be a tensor [" + std::to_string(size) + "]");
         require_like(view, name, dtype);
-        vectors_.push_back(torch::stable::contiguous(*tensor));
-        const View dense(vectors_.back());
-        require_memory(dense, name);
-        return dense.data;
+        return View(vectors_.emplace_back(dense_of(*tensor, name))).data;
     }
 
     std::deque<RowsIn> matrices_;

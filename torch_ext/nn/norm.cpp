@@ -57,10 +57,7 @@ class Norm
         if (other && dtype != config.weight_dtype)
             fail(std::string(name) + " has another dtype than weight");
         config.weight_dtype = dtype;
-        kept_.push_back(torch::stable::contiguous(*tensor));
-        const View dense(kept_.back());
-        require_memory(dense, name);
-        return dense.data;
+        return View(kept_.emplace_back(dense_of(*tensor, name))).data;
     }
 
     Tensors kept_;

@@ -31,7 +31,7 @@ class Heads
                  ", or the same without a batch");
         const int64_t last = given.dim - 1;
         if (given.sizes[last] > 1 && given.strides[last] != 1)
-            tensor_ = torch::stable::contiguous(tensor_);
+            tensor_ = dense_of(tensor_, name);
         const View view(tensor_);
         require_memory(view, name);
         batch = view.dim == 4 ? view.sizes[0] : 1;
@@ -91,7 +91,7 @@ hr_rows positions_of(Tensor &ids, const View &q, int64_t batch, int64_t tokens)
     const bool shared = given.dim == 1 || given.sizes[0] == 1 || given.strides[0] == 0;
     if ((tokens > 1 && given.strides[given.dim - 1] != 1) ||
         (!shared && given.strides[0] < tokens)) {
-        ids = torch::stable::contiguous(ids);
+        ids = dense_of(ids, "position_ids");
         return {View(ids).data, given.dim == 2 && given.sizes[0] > 1 ? tokens : 0};
     }
     require_memory(given, "position_ids");

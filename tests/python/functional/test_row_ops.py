@@ -111,3 +111,15 @@ def test_every_row_op_goes_every_way_to_a_gradient():
     seen = {op.name.split(" of ")[0] for op in OPS}
     public = {"linear_divergence": "linear_distillation_loss"}
     assert {public.get(name, name) for name in ROW_OPS} <= seen
+
+
+@pytest.mark.parametrize("op, name", NAMES)
+def test_strided_tensors_whose_memory_was_freed_are_refused(op, name):
+    """Torch's copies do not look before they read."""
+    given = accepted(op, name)
+    for key, x in given.items():
+        if isinstance(x, torch.Tensor) and x.numel():
+            strided = x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x.clone()
+            strided.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="memory|layout|strid|contiguous"):
+                called(name, given | {key: strided})
