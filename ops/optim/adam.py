@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._core.checks import check_number, check_pair
+from .._core.checks import check_number
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
+from .._core.weight_modes import Master, Rounding
 from .base import Optimizer
-from .options import check_lr, own_arguments
+from .options import check_betas, check_fused, check_lr, of_groups, own_arguments
 from .plan import Bucket, Call, Options, States, table_call
 from .states import STEP, Layout, Slot
 
@@ -108,14 +108,7 @@ class Adam(Optimizer):
         defaults = own_arguments(locals()) | {"betas": _numbers(betas)}
         for name in ("params", "count_stalled", "offload", "budget"):
             del defaults[name]
-        # Groups have torch's keys and no other, unless an option of Headroom is used.
-        for name in ("state_dtype", "max_grad_norm"):
-            if defaults[name] is None:
-                del defaults[name]
-        if weights_mode(master, rounding) is NEAREST:
-            for name in ("master", "rounding", "seed"):
-                del defaults[name]
-        defaults |= self._more_defaults
+        defaults = of_groups(defaults) | self._more_defaults
         self._check_options(defaults)
         if len({isinstance(beta, Tensor) for beta in betas}) > 1:
             raise ValueError("betas must be either both floats or both Tensors")
@@ -125,26 +118,12 @@ class Adam(Optimizer):
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what torch's constructor refuses, with its messages, and what torch refuses
         later."""
-        betas = options["betas"]
         check_lr(options["lr"], "Invalid learning rate")
         check_number("eps", options["eps"])
         if not 0.0 <= options["eps"] < math.inf:
             raise ValueError(f"Invalid epsilon value: {options['eps']}")
-        check_pair("betas", betas)
-        for index in (0, 1):
-            check_number(f"betas[{index}]", betas[index])
-            if not 0.0 <= betas[index] < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
-        check_number("weight_decay", options["weight_decay"])
-        if not 0.0 <= options["weight_decay"] < math.inf:
-            raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-        if options["differentiable"]:
-            raise RuntimeError(
-                f"{type(self).__qualname__} does not support differentiable=True: its step is one "
-                "fused op"
-            )
-        if options.get("state_dtype") not in (None, *FLOATS):
-            raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
+        check_betas(options["betas"])
+        check_fused(options, type(self).__qualname__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of older checkpoints

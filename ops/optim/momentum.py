@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._core.checks import check_number, check_pair
+from .._core.checks import check_number
 from .._core.names import name_of
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, Master, Rounding, mode_of, weights_mode
+from .._core.weight_modes import Master, Rounding, mode_of
 from ..functional.momentum import lion_options, sgd_options
 from .base import Optimizer
-from .options import check_lr, own_arguments
+from .options import check_betas, check_fused, check_lr, of_groups, own_arguments
 from .plan import Bucket, Call, Options, States, table_call
 from .states import STEP, Layout, Slot
 
@@ -31,28 +31,13 @@ class OneMoment(Optimizer):
         groups."""
         own = {name: given.pop(name) for name in ("count_stalled", "offload", "budget")}
         del given["params"]
-        # Groups have torch's keys and no other, unless an option of Headroom is used.
-        for name in ("state_dtype", "max_grad_norm"):
-            if given.get(name) is None:
-                given.pop(name, None)
-        if weights_mode(given["master"], given["rounding"]) is NEAREST:
-            for name in ("master", "rounding", "seed"):
-                del given[name]
-        self._check_options(given)
-        super().__init__(params, given, **own)
+        defaults = of_groups(given)
+        self._check_options(defaults)
+        super().__init__(params, defaults, **own)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_lr(options["lr"], "Invalid learning rate")
-        check_number("weight_decay", options["weight_decay"])
-        if not 0.0 <= options["weight_decay"] < math.inf:
-            raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-        if options["differentiable"]:
-            raise RuntimeError(
-                f"{type(self).__qualname__} does not support differentiable=True: its step is one "
-                "fused op"
-            )
-        if options.get("state_dtype") not in (None, *FLOATS):
-            raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
+        check_fused(options, type(self).__qualname__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of other libraries
@@ -235,12 +220,7 @@ class Lion(OneMoment):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
-        betas = options["betas"]
-        check_pair("betas", betas)
-        for index in (0, 1):
-            check_number(f"betas[{index}]", betas[index])
-            if not 0.0 <= betas[index] < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+        check_betas(options["betas"])
 
     def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]

@@ -10,12 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import check_number, check_pair
+from .._core.registration import FLOATS
 from .._core.text import quoted
+from .._core.weight_modes import NEAREST, weights_mode
 
 
 def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a constructor from its ``locals()``, taken in its first line."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+
+
+def of_groups(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of groups among a constructor's: torch's keys and no other, unless an
+    option of Headroom is used."""
+    left_out = {name for name in ("state_dtype", "max_grad_norm") if given.get(name) is None}
+    if weights_mode(given["master"], given["rounding"]) is NEAREST:
+        left_out |= {"master", "rounding", "seed"}
+    return {name: value for name, value in given.items() if name not in left_out}
+
+
+def check_betas(betas: Any) -> None:
+    """Refuses decay rates that are no pair of numbers from 0 to below 1."""
+    check_pair("betas", betas)
+    for index in (0, 1):
+        check_number(f"betas[{index}]", betas[index])
+        if not 0.0 <= betas[index] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+
+
+def check_fused(options: dict[str, Any], optimizer: str) -> None:
+    """Refuses what no fused optimizer takes: a weight decay below 0, ``differentiable``, and other
+    dtypes of states."""
+    check_number("weight_decay", options["weight_decay"])
+    if not 0.0 <= options["weight_decay"] < math.inf:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    if options["differentiable"]:
+        raise RuntimeError(
+            f"{optimizer} does not support differentiable=True: its step is one fused op"
+        )
+    if options.get("state_dtype") not in (None, *FLOATS):
+        raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
 
 
 def check_lr(lr: Any, words: str) -> None:
