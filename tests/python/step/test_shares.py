@@ -189,11 +189,13 @@ def test_some_samples_are_spread_over_all():
 
 
 def test_numbers_of_micro_batches():
-    sizes = lambda samples: list(counts(torch.zeros(samples, 1)))  # noqa: E731
+    def sizes(samples):
+        return list(counts(torch.zeros(samples, 1)))
+
     assert sizes(96) == [2, 4, 8, 16, 32, 96] and sizes(64) == [2, 4, 8, 16, 32, 64]
     assert sizes(15) == [3, 5, 15] and sizes(254) == [2, 127]
     assert sizes(127) == [127] and sizes(131) == []
-    assert sizes(1) == list(counts(torch.tensor(0.0))) == []
+    assert sizes(1) == sizes(0) == list(counts(torch.tensor(0.0))) == []
 
 
 def test_norms_that_mix_samples():
