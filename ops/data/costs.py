@@ -30,7 +30,8 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class LoaderCosts:
-    """What a batch and a step cost. Seconds are of the clock, but for those of processors.
+    """The measured costs of a batch and a step. Seconds are of the clock, but for those of
+    processors.
 
     Attributes:
         load_seconds: to make a batch in this process.

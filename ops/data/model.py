@@ -26,7 +26,7 @@ DEEPEST = 8  # batches that are made ahead, per worker
 
 @dataclass(frozen=True)
 class Host:
-    """What the system allows.
+    """The processors and the memory that the system allows.
 
     Attributes:
         cpus: processors whose time this process may take, such as 1.5.

@@ -116,7 +116,7 @@ def _tells(rows: Sequence[tuple[int, ...]], given: int | None, column: int) -> b
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a step takes.
+    """The peaks of a step.
 
     Attributes:
         first: the peak of tensors in the first step.

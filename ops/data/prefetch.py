@@ -108,7 +108,7 @@ class DevicePrefetcher:
 
 
 class _Fetched:
-    """What a loader gave, and the copy of it that is under way."""
+    """Holds a batch of a loader, and the copy of it that is under way."""
 
     def __init__(self) -> None:
         self.batch: Any = None

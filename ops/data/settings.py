@@ -14,7 +14,7 @@ __all__ = ["Settings", "check_loader", "settings_of", "with_settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a loader makes its batches.
+    """The settings by which a loader makes its batches.
 
     Attributes:
         num_workers, prefetch_factor, pin_memory, persistent_workers: as in
