@@ -37,6 +37,7 @@ except ImportError as error:
 from .trainer_choice import apply, check, choice_of_checkpoint, possible
 from .trainer_step import (
     TrainerLoss,
+    batch_of_loader,
     inputs_of,
     optimizer_of,
     rule_of_trainer,
@@ -71,6 +72,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
 
     _trains = False
     _step: Step | None = None  # of the Trainer, without its batch
+    _batch: Any = None  # that was planned, as the loader yielded it, until the warm-up
     _parts = 1  # that batches of the loader were divided into
 
     def state(self) -> dict[str, Any]:
@@ -142,11 +144,11 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     def _warm_up(self, trainer: Trainer) -> None:
         """Runs the forward and backward pass of the largest batch, of which nothing stays: what
         does not fit fails before the first step, and later ones find room of that size."""
+        if self._batch is None:
+            return
         assert self._step is not None
+        given, self._batch = largest_part(self._batch, self._parts), None
         model, before = self._step.model, ModelBefore(self._step.model)
-        given = self.sample_batch  # as the loader yielded it before it was fitted
-        if given is not None:
-            given = largest_part(given, self._parts)
         with before:
             before.keep(model.parameters())
             inputs = step_of(trainer, inputs_of(trainer, given, who=WHO))
@@ -196,7 +198,9 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         args, device = trainer.args, torch.device(trainer.args.device)
         steps = batches_planned(args.gradient_accumulation_steps)
         with together():  # so that all ranks hear of an error
-            inputs = inputs_of(trainer, self.sample_batch, who=WHO)
+            given = self.sample_batch
+            self._batch = batch_of_loader(trainer, who=WHO) if given is None else given
+            inputs = inputs_of(trainer, self._batch, who=WHO)
             # The Trainer fetches all batches of a step, and on the CPU one of the next step.
             held = [inputs] * (args.gradient_accumulation_steps + (device.type == "cpu"))
             self.extra = extra_bytes(trainer.model, *held)

@@ -46,13 +46,11 @@ Batch = tuple[dict[str, Any], Any]  # the inputs, and the number of items that l
 
 
 def inputs_of(trainer: Any, batch: Any, *, who: str) -> dict[str, Any]:
-    """Returns a batch on the Trainer's device: that which is given, or one of its loader.
+    """Returns a batch of the loader on the Trainer's device.
 
     Raises:
         TypeError: it is no dict.
     """
-    if batch is None:
-        batch = batch_of_loader(trainer, who=who)
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"{who}: a batch of the loader is {type(batch).__name__}, wanted a dict of what "
