@@ -28,8 +28,8 @@ class Step:
         accumulation: micro-batches per step, each as large as ``batch``.
         prefetch: whether the next batch is on the device while a step runs.
         whole: the batch of the loader that ``batch`` is a part of; None: itself.
-        part_of: gives the largest of so many micro-batches, where the loader of a loop makes them as
-            batches of its own; None: they are cut from ``batch``.
+        part_of: gives the largest of so many micro-batches, where the loader of a loop makes them;
+            None: they are cut from ``batch``.
         offload: the bytes of the optimizer's state that stay on the device, with those of the ring,
             while the others lie on the host; None: as the optimizer has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
