@@ -39,6 +39,7 @@ def fit(
     amp: torch.dtype | None = None,
     scaler: Any = None,
     max_grad_norm: float | None = None,
+    prefetch: bool = False,
     allow: Sequence[str] = (),
     margin: float | None = None,
     ladder: Any = None,
@@ -77,6 +78,8 @@ def fit(
         amp: a dtype to run the forward pass and the loss in, under :class:`torch.autocast`.
         scaler: the :class:`torch.amp.GradScaler` of the loop.
         max_grad_norm: gradients are clipped to this norm before the step.
+        prefetch: batches come from a :class:`headroom.data.DevicePrefetcher`, which holds the next
+            one on a GPU meanwhile.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
             rounded for good), "adafactor", and "int8" and "nf4", by which the frozen weights of
@@ -109,7 +112,7 @@ def fit(
     where = None if device is None else torch.device(device)
     step = Step(
         model, optimizer, sample_batch, loss, forward, where, amp, scaler,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=max_grad_norm, prefetch=prefetch,
     )  # fmt: skip
     return fit_step(
         step, budget=budget, target=target, host_budget=host_budget, allow=allow, margin=margin,
@@ -192,7 +195,9 @@ def fit_step(
             bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
             # The batch is held as long as the gradients of its parts may still be compared.
             _step=step.but(
-                optimizer=optimizer, batch=step.batch if applied and agree is None else None
+                optimizer=optimizer,
+                batch=step.batch if applied and agree is None else None,
+                part_of=None,
             ),
             _applied=applied,
             _counts=counts,
