@@ -1086,7 +1086,8 @@ HR_API hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t 
 /* Computes what hr_gemm() was called for, with m, n, k and batch of 1 or more and without an
  * epilogue, and returns HR_OK; or writes nothing and returns HR_UNSUPPORTED, after which Headroom's
  * own loop does it: also where the host would be slower, as many are in 16 bits, which that loop
- * multiplies about as fast as binary32. Other results are those of the call. */
+ * multiplies about as fast as binary32. `beta` multiplies config->addend where that is given. Other
+ * results are those of the call. */
 typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *a, const hr_rows *b,
                                 const void *bias, int64_t m, int64_t n, int64_t k,
                                 const hr_gemm_config *config);
