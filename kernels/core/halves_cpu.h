@@ -79,12 +79,17 @@ HR_INLINE void narrow_bf16_row_baseline(uint16_t *restrict to, const float *rest
         to[j] = (uint16_t)(bf16_to_high(from[j]) >> 16);
 }
 
-#define HALVES_VARIANT_(target, loop, level)                                            \
-    target static void loop##_##level(void *context, int64_t begin, int64_t end)        \
-    {                                                                                   \
-        const half_conversions halves = {widen_f16_##level, narrow_f16_##level,         \
-                                         narrow_bf16_##level, narrow_bf16_row_##level}; \
-        loop(context, begin, end, halves);                                              \
+/* The half_conversions of a level. */
+#define HALVES_OF(level)                                                                    \
+    {                                                                                       \
+        widen_f16_##level, narrow_f16_##level, narrow_bf16_##level, narrow_bf16_row_##level \
+    }
+
+#define HALVES_VARIANT_(target, loop, level)                                     \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end) \
+    {                                                                            \
+        const half_conversions halves = HALVES_OF(level);                        \
+        loop(context, begin, end, halves);                                       \
     }
 
 #if defined(__x86_64__) && defined(__GNUC__)
