@@ -272,12 +272,11 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
-#define VARIANT(target, loop, level)                                                            \
-    target static void loop##_##level(void *context, int64_t begin, int64_t end)                \
-    {                                                                                           \
-        const matrix_level own = {{widen_f16_##level, narrow_f16_##level, narrow_bf16_##level}, \
-                                  spread_##level};                                              \
-        loop(context, begin, end, own);                                                         \
+#define VARIANT(target, loop, level)                                             \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end) \
+    {                                                                            \
+        const matrix_level own = {HALVES_OF(level), spread_##level};             \
+        loop(context, begin, end, own);                                          \
     }
 
 #if defined(__x86_64__) && defined(__GNUC__)
