@@ -94,6 +94,7 @@ READERS = {
     "cross_entropy_forward_kernel",
     "divergence_forward_kernel",
     "lce_see_kernel",
+    "lce_see_more_kernel",
     "linear_few_kernel",
 }
 # Of elements, which they read as 4 bits.
