@@ -39,7 +39,7 @@ typedef struct momentum_values {
 HR_INLINE float momentum_sign(float x)
 {
     const float one = hr_float((hr_bits(x) & 0x80000000u) | 0x3F800000u);
-    return fabsf(x) > 0.0f ? one : x; /* zeros and NaNs stay */
+    return x > 0.0f || x < 0.0f ? one : x; /* zeros and NaNs stay */
 }
 
 HR_INLINE momentum_values momentum_lion(momentum_constants c, momentum_values x)

@@ -108,6 +108,22 @@ def test_what_completes_16_bit_weights_is_carried():
     assert {loss.name for loss in convert(optimizer, "torch")[1].losses if loss.kind == "dropped"}
 
 
+def test_a_bfloat16_run_of_torch_goes_on_with_the_bits_that_it_lacked():
+    """By steps that bfloat16 loses, which torch's SGD never makes."""
+    (param,) = params = [torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))]
+    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.5)
+    resumed = OPTIM.SGD(clones(params), lr=1.0, momentum=0.9, master="remainder16")
+    for step in range(60):
+        if step == 10:
+            assert torch.equal(param, torch.ones_like(param))
+            resumed.load_state_dict(convert(optimizer, "headroom").state_dict)
+            (param,) = resumed.param_groups[0]["params"]
+            optimizer = resumed
+        param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+    assert (param < 0.96).all() and resumed.param_groups[0]["momentum"] == 0.5
+
+
 def test_sgd_without_momentum():
     params, optimizer = run(ps := parameters(), torch.optim.SGD(ps, lr=LR))
     state, report = convert(optimizer, "headroom")
