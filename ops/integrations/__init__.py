@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accelerate, lightning, transformers
+    from . import accelerate, axolotl, lightning, torchtitan, transformers, trl
 else:
-    __getattr__, __dir__ = lazy(__name__, {}, ("accelerate", "lightning", "transformers"))
+    modules = ("accelerate", "axolotl", "lightning", "torchtitan", "transformers", "trl")
+    __getattr__, __dir__ = lazy(__name__, {}, modules)
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "axolotl", "lightning", "torchtitan", "transformers", "trl"]
