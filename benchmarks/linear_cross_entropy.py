@@ -129,7 +129,7 @@ BUDGETS = [
     Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15)),
     Row(SEE, "f32", 4, 4, 0, ("FMNMX",), 1, evenly(6.7)),
     # With the sums of entropies, of squares and of logits; and the gradient with that of entropies.
-    Row(SEE_MORE, "f32", 4, 4, 0, ("FMNMX",), 1, evenly(20)),
+    Row(SEE_MORE, "f32", 4, 4, 0, ("LDG",), 0.25, evenly(20)),
     Row(ENTROPY, "f32 to bf16", 6, 4, 2, ("FFMA",), 8, evenly(40)),
     # Of a row its target and weights of token and class; and its loss, weight and lse.
     Row(COUNT, "rows", 16, 16, 0, ("DADD",), 3, {"90": 49.5, "86": 48.5, "75": 50}),
