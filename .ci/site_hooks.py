@@ -56,6 +56,16 @@ def rewritten(path, text):
     return LINK.sub(link, text), found
 
 
+def on_config(config):
+    """Puts pages that mkdocs.yml does not name, because they are new, at the end."""
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
+    others = [page for page in pages if page not in named | {"README.md"}]
+    if others:
+        config.nav.append({"More": others})
+    return config
+
+
 def on_files(files, config):
     docs = Path(config.docs_dir)
     site = Files([file for file in files if not Path(file.abs_src_path).is_relative_to(docs)])

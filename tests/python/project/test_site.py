@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = ROOT / ".venv-site"  # kept for the next run
-CONFIG = (ROOT / "mkdocs.yml").read_text()
+
+pytestmark = pytest.mark.slow
 
 
 def run(*command):
@@ -37,12 +38,6 @@ def mkdocs():
     return ENVIRONMENT / "bin" / "mkdocs"
 
 
-def test_every_page_is_in_the_navigation():
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages - set(re.findall(r"[\w-]+\.md", CONFIG)) == set()
-
-
-@pytest.mark.slow
 def test_the_site_builds_without_a_warning(mkdocs, tmp_path):
     code, said = run(mkdocs, "build", "--strict", "--site-dir", tmp_path / "site")
     assert code == 0 and "WARNING" not in said, said
@@ -53,15 +48,13 @@ def test_the_site_builds_without_a_warning(mkdocs, tmp_path):
     assert "Traceback" not in (tmp_path / "site/notebooks/first-minutes/index.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_link_that_leads_nowhere_is_a_warning(mkdocs, tmp_path):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path)
     for name in (".ci", "docs", "benchmarks", "examples", "capi"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    page = tmp_path / "docs" / "plan.md"
-    page.write_text(page.read_text() + "\n[nothing](#there-is-no-such-heading)\n")
+    (tmp_path / "docs" / "new.md").write_text("# New\n\n[nothing](plan.md#no-such-heading)\n")
     config = tmp_path / "mkdocs.yml"
     site = tmp_path / "site"
     code, said = run(mkdocs, "build", "--strict", "-f", config, "--site-dir", site)
-    assert code != 0 and "there-is-no-such-heading" in said
+    assert code != 0 and "no-such-heading" in said
