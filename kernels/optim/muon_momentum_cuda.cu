@@ -69,8 +69,7 @@ static __device__ __forceinline__ void put(const muon_part &c, hr_dtype dtype, i
 /* A span of moments that are numbers, from element `first` on, of which the thread's groups begin at
  * element `col`. Returns the sum of the thread's squares. */
 template <bool turned>
-static __device__ __forceinline__ double span_of_numbers(const muon_part &c,
-                                                         const muon_types types,
+static __device__ __forceinline__ double span_of_numbers(const muon_part &c, const muon_types types,
                                                          const muon_momentum_constants &constants,
                                                          int64_t first, int left, float *turned_row)
 {
