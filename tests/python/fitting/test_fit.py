@@ -231,7 +231,7 @@ def test_an_optimizer_that_has_begun_or_has_a_scheduler_is_kept():
     cross_entropy(model(batch[0]), batch[1]).backward()
     optimizer.step()
     assert "begun" in obstacle(optimizer)
-    assert "SGD" in obstacle(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "RMSprop" in obstacle(torch.optim.RMSprop(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
