@@ -21,7 +21,7 @@ from .gemm import gemm
 from .glu import glu
 from .linear import linear
 from .linear_quantized import linear_quantized
-from .lora import LowRank, lora_linear, lora_norms
+from .lora import lora_linear, lora_norms
 from .momentum import lion_, sgd_
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
@@ -32,7 +32,6 @@ from .update_scale import update_scale_
 from .weights import join_weights_, split_weights_
 
 __all__ = [
-    "LowRank",
     "QuantizedMatrix",
     "accumulate_",
     "adafactor_",
