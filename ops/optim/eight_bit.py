@@ -14,9 +14,9 @@ from .._core.checks import check_number
 from .._core.names import name_of
 from .._core.overlap import is_dense
 from ..functional.adamw8bit import BLOCK_SIZES
+from ..param_states.block_scales import absmax_of, unpadded, zero_absmaxs
+from ..param_states.states import STEP, Layout, Slot
 from .base import Optimizer
-from .block_scales import absmax_of, unpadded, zero_absmaxs
-from .states import STEP, Layout, Slot
 
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 EIGHT_BIT = 1  # among an optimizer's layouts; the other has float32 moments

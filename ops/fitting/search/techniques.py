@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...optim import Adam8bit
-from ...optim.paging import planned_paging
 from ...optim.replacing import can_offload, is_headroom, obstacle, replacement
+from ...param_states.paging import planned_paging
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
