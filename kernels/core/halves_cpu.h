@@ -176,4 +176,16 @@ HR_INLINE void halves_from_tile(void *restrict base, int64_t i, int count, hr_dt
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
 
+/* Binary32 at element i of a run that ends at `end`: the tensor itself, or a tile that gets its
+ * elements. */
+HR_INLINE float *halves_floats(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype,
+                               float *tile, half_conversions halves)
+{
+    if (dtype == HR_F32)
+        return (float *)base + i;
+    cpu_prefetch(base, i, count, end, dtype);
+    halves_to_tile(base, i, count, dtype, tile, halves);
+    return tile;
+}
+
 #endif

@@ -301,7 +301,13 @@ static void begin_with_addend(const gemm_args *args)
     const int64_t element = hr_element_size(args->config.out_dtype), bytes = args->n * element;
     const int64_t pitches[] = {args->m > 1 ? args->c.stride * element : bytes,
                                args->m > 1 ? from->stride * element : bytes};
-    copy_rows_cpu(args->c.data, pitches[0], from->data, pitches[1], bytes, args->m);
+    const int64_t batch_pitch = args->config.batch_stride_c * element, m = args->m;
+    const int at_once = batch_pitch == m * pitches[0] && pitches[0] == pitches[1];
+    const int64_t copies = at_once ? 1 : args->config.batch;
+    for (int64_t index = 0; index < copies; index++)
+        copy_rows_cpu((char *)args->c.data + index * batch_pitch, pitches[0],
+                      (const char *)from->data + index * batch_pitch, pitches[1], bytes,
+                      at_once ? args->config.batch * m : m);
 }
 
 hr_status gemm_workspace_cpu(size_t *bytes)
