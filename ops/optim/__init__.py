@@ -14,6 +14,7 @@ from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
 from .momentum import SGD, Lion
 from .momentum8bit import Lion8bit, SGD8bit
+from .muon import Muon, Muon8bit
 from .offloading import offload
 
 if not TYPE_CHECKING:  # names that the root lends
@@ -27,6 +28,8 @@ __all__ = [
     "AdamW8bit",
     "Lion",
     "Lion8bit",
+    "Muon",
+    "Muon8bit",
     "OffloadHandle",
     "Optimizer",
     "SGD",

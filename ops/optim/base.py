@@ -261,6 +261,8 @@ class Optimizer(StatefulOptimizer):
     def _table(self, bucket: Bucket) -> Tensor | None:
         """Returns the table of a bucket, or None if it needs the list path or has no states yet."""
         layout = bucket.layout
+        if layout.is_whole:
+            return None
         try:
             lists = bucket.params, bucket.grads
             if self.paging is not None:  # the states are staged later
