@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..param_states.paging import planned_paging
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
@@ -16,7 +17,6 @@ from .base import Optimizer
 from .memory import state_memory
 from .momentum import SGD, Lion
 from .momentum8bit import Lion8bit, SGD8bit
-from .paging import planned_paging
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The classes of a rule: those of Headroom by kind, and torch's.

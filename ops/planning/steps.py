@@ -15,7 +15,7 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
-from ..optim.paging.handle import begin
+from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
 from ..step.run import passes, update
