@@ -29,6 +29,13 @@ from .._core.table import table_of
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
 from ..param_states.errors import explained
+from ..param_states.loading import (
+    COPIED,
+    complete_groups,
+    export_state,
+    keep_states,
+    restored_states,
+)
 from ..param_states.paging import OffloadHandle, Paging
 from ..param_states.paging.handle import begin
 from ..param_states.plan import (
@@ -46,7 +53,6 @@ from ..param_states.plan import (
 )
 from ..param_states.states import StatefulOptimizer
 from .counts import SkippedSteps, StalledWeights, stalled_fraction
-from .loading import COPIED, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
 from .options import (
