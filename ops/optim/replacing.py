@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..param_states.memory import state_memory
 from ..param_states.paging import planned_paging
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
-from .memory import state_memory
 
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
 _COUPLED = (torch.optim.Adam, Adam, Adam8bit)

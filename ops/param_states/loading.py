@@ -20,7 +20,7 @@ from .._core.names import param_names
 from .._core.overlap import is_dense, is_freed
 from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
-from ..param_states.states import Layout, Slot, StatefulOptimizer
+from .states import Layout, Slot, StatefulOptimizer
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
 COPIED = (  # attributes that copies and pickles have, beyond torch's
