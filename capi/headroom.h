@@ -1086,7 +1086,8 @@ HR_API hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t 
 /* Computes what hr_gemm() was called for, with m, n, k and batch of 1 or more and without an
  * epilogue, and returns HR_OK; or writes nothing and returns HR_UNSUPPORTED, after which Headroom's
  * own loop does it: also where the host would be slower, as many are in 16 bits, which that loop
- * multiplies about as fast as binary32. Other results are those of the call. */
+ * multiplies about as fast as binary32. `beta` multiplies config->addend where that is given. Other
+ * results are those of the call. */
 typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *a, const hr_rows *b,
                                 const void *bias, int64_t m, int64_t n, int64_t k,
                                 const hr_gemm_config *config);
@@ -2198,13 +2199,18 @@ typedef struct hr_linear_cross_entropy_config {
     /* [classes, features] in `dtype`: the weight in place of inputs->weight, which is then not read.
      * It has no gradient. NULL: inputs->weight */
     const hr_matrix *matrix;
+    /* Of hr_linear_cross_entropy_backward(), f32 [rows]: the gradient of the entropy of row i is
+     * dentropy[i * dentropy_stride], and entropy is what the forward call has written, or of parts of
+     * the classes that over all. NULL: no gradient comes from it */
+    const float *entropy, *dentropy;
+    int64_t dentropy_stride; /* 0: one number for all rows */
 } hr_linear_cross_entropy_config;
 
 #define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
     {                                                                                              \
         sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                 \
             HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0, \
-            0, 0, NULL                                                                             \
+            0, 0, NULL, NULL, NULL, 0                                                              \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -2229,6 +2235,8 @@ typedef struct hr_linear_cross_entropy_rows {
     float *entropy;       /* lse - sum of p_j z_j */
     int64_t *argmax;      /* the first class with the largest logit, counted from first_class */
     int64_t *rank;        /* how many classes have a larger logit than the target */
+    float *mean_logit;    /* the mean of z over the classes that weight holds */
+    float *log_sum_sq_probs; /* log of the sum of p_j^2 over these */
 } hr_linear_cross_entropy_rows;
 
 /* Gradients, in config->grad_dtype. NULL data or address: not wanted. */
@@ -2356,7 +2364,10 @@ HR_API hr_status hr_linear_cross_entropy_join(
 /*
  * hr_linear_cross_entropy_backward: the gradients from the forward pass's lse, with logits that are
  * computed again: dloss[i * dloss_stride] is the gradient of the loss of row i, which factors and
- * token_weight multiply. lse may be that of all parts of the classes.
+ * token_weight multiply. lse may be that of all parts of the classes. config->dentropy is the gradient
+ * of the entropy of a row, H, which nothing multiplies: it adds
+ *
+ *     -dentropy * p_j (log p_j + H)                       to the gradient of logit j
  *
  * dloss      in: f32; dloss_stride 0: one number for all rows
  * factors    in: f32 [2], or NULL for ones

@@ -30,13 +30,13 @@ static hr_status check_lists(const muon_momentum_args *a)
     const int64_t count = a->updates->count;
     HR_TRY(hr_check_list(function, "updates", a->updates, count, NULL, HR_FLOATS));
     const int64_t *const numel = a->updates->numel;
-    HR_TRY(muon_check_matrices(function, a->matrices, count, numel));
     HR_TRY(hr_check_list(function, "moments", a->moments, count, numel,
                          a->absmaxs ? HR_BIT(HR_U8) : HR_FLOATS));
     if (a->absmaxs)
         HR_TRY(quant_check_absmaxs(function, "absmaxs", a->absmaxs, a->updates,
                                    a->config->block_size));
     HR_TRY(hr_check_list(function, "grads", a->grads, count, numel, HR_FLOATS));
+    HR_TRY(muon_check_matrices(function, a->matrices, count, numel));
     return hr_check_given(function, "squares", a->squares, count);
 }
 
