@@ -118,7 +118,7 @@ def _run(
         error = raised
     if watched is not None:
         watched.end(None if isinstance(error, SystemExit) else error)
-        _tell_files(watched.recording, options)
+        _tell_files(watched, options)
     if budget is not None and not budget.callbacks:
         _tell("--budget had no effect: no Trainer was made in this process")
     if error is None:
@@ -161,12 +161,17 @@ def _steps(model: Any) -> int | None:
     return STEPS_ON_CPU if next(model.parameters()).device.type == "cpu" else None
 
 
-def _tell_files(recording: Any, options: argparse.Namespace) -> None:
-    """Tells where the recording is, or that there is none."""
-    for path in recording.files if recording is not None else ():
+def _tell_files(watched: WatchedSteps, options: argparse.Namespace) -> None:
+    """Tells where the recording is, or why there is none."""
+    files = [] if watched.recording is None else watched.recording.files
+    for path in files:
         _tell(f"wrote {path}")
-    if options.profile is not None and not (recording and recording.files):
-        why = "no model was trained in this process" if recording is None else "too few steps"
+    if options.profile is not None and not files:
+        why = "the program made too few steps"
+        if watched.recording is None:
+            why = "no model was trained in this process"
+        elif not watched.optimizers:
+            why = "no optimizer steps the module that was called first, and nothing else"
         _tell(f"--profile wrote nothing: {why}")
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from .. import optim
 from .._core.option_values import value_of
@@ -28,8 +30,9 @@ OF_ARGUMENTS = {
     "betas": "adam_beta1 and adam_beta2",
     "eps": "adam_epsilon",
 }
-# Options without an effect, and those of which a text is none.
-NOT_OF_TEXT = ("params", "foreach", "fused", "capturable", "differentiable")
+# Options without an effect, and those that no text is.
+NOT_OF_TEXT = ("foreach", "fused", "capturable", "differentiable")
+NOT_OF_TEXT += ("params", "adamw", "split", "process_group")
 
 
 def register() -> tuple[str, ...]:
@@ -92,9 +95,26 @@ def _handler(optimizer: Callable[..., Any], context: Any) -> tuple[Any, dict[str
     if optimizer is optim.Adafactor:  # as transformers makes its own
         if context.optim_args.get("semantics", "hf") == "hf":
             options |= {"semantics": "hf", "scale_parameter": False, "relative_step": False}
+    elif getattr(optimizer, "takes_model", False):  # Muon: the learning rate is one of AdamW
+        groups = _named_groups(context.model, context.args.weight_decay)
+        options |= {"params": groups, "adamw": context.adam_kwargs}
+        options["adjust_lr_fn"] = "match_rms_adamw"
     else:
         options |= {name: value for name, value in context.adam_kwargs.items() if name in takes}
     return optimizer, options | _options_of(context.optim_args, takes, optimizer.__name__)
+
+
+def _named_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the Trainer's groups, with the names of their parameters."""
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [each for each in named if (each[0] in decayed) is is_decayed]}
+        | {"weight_decay": weight_decay if is_decayed else 0.0}
+        for is_decayed in (True, False)
+    ]
 
 
 def _options_of(texts: dict[str, str], takes: Any, optimizer: str) -> dict[str, Any]:

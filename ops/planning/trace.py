@@ -24,7 +24,7 @@ from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
-from ..optim.paging.handle import check as check_offload
+from ..param_states.paging.handle import check as check_offload
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..step.description import Step
 from ..step.errors import PlanError

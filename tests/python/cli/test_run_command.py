@@ -156,8 +156,8 @@ def test_a_profile_of_a_loop_that_knows_nothing_of_it(program, tmp_path, capsys)
     result = json.loads((tmp_path / "made" / about).read_text())
     assert len(result["steps"]) == 3 and result["complete"]
     assert all(step["phases_us"]["optimizer"] > 0 for step in result["steps"])
-    assert main(["run", "--profile", "other", path, "2", "0"]) == 0
-    assert "--profile wrote nothing: too few steps" in capsys.readouterr().err
+    assert main(["run", "--profile", "other", path, "1", "0"]) == 0
+    assert "--profile wrote nothing: the program made too few steps" in capsys.readouterr().err
 
 
 def test_a_snapshot_is_written_when_memory_runs_out(program, tmp_path, capsys):

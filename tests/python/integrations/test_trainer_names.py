@@ -91,6 +91,27 @@ def test_the_trainer_makes_the_optimizer(name, tmp_path):
     assert made.state.global_step == 4
 
 
+@pytest.mark.skipif("headroom_muon" not in NAMES, reason="there is no Muon")
+@pytest.mark.parametrize("name", ["headroom_muon", "headroom_muon_8bit"])
+def test_muon_gets_the_trainers_groups_with_names(name, tmp_path):
+    options = {"weight_decay": 0.1, "adam_beta2": 0.95, "learning_rate": 3e-3}
+    made = trainer(tmp_path, optim=name, optim_args="momentum=0.9", **options)
+    found = made.create_optimizer()
+    assert {(g["use_muon"], g["weight_decay"]) for g in found.param_groups} == {
+        (True, 0.1),
+        (False, 0.1),
+        (False, 0.0),
+    }
+    for group in found.param_groups:
+        assert group["lr"] == 3e-3
+        if group["use_muon"]:
+            assert (group["momentum"], group["adjust_lr_fn"]) == (0.9, "match_rms_adamw")
+        else:
+            assert group["betas"] == (0.9, 0.95)
+    made.train()
+    assert made.state.global_step == 4
+
+
 def test_it_is_the_optimizer_that_one_would_give(tmp_path):
     """The same bits as with ``optimizer_cls_and_kwargs``."""
     own = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}

@@ -31,6 +31,9 @@ REGISTERS = {
     "divergence_backward_kernel": 128,
     "divergence_forward_kernel": 128,
     "momentum_codes_kernel": 80,
+    # Two blocks to a multiprocessor, for which a tile in shared memory leaves room.
+    "muon_momentum_kernel": 128,
+    "muon_update_kernel": 128,
     "momentum_kernel": 80,
     "linear_few_kernel": 128,  # the sums of 16 rows of x, and codes a tile ahead
     # x, dy, weights and their sums. Two blocks to a multiprocessor: there are 256 groups of rows.
@@ -70,6 +73,10 @@ SCALAR = {
     "lora_norms_kernel",  # beside products with the same rows
     "matrix_mean_kernel",  # the scales of a matrix
     "matrix_subtract_kernel",
+    "muon_normalize_kernel",  # a row a thread
+    "muon_rows_kernel",
+    "muon_squares_kernel",
+    "newton_schulz_shift_kernel",  # beside products of the same matrices
     "norm_add_groups_kernel",
     "norm_backward_single_kernel",
     "norm_forward_single_kernel",
