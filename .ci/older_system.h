@@ -23,5 +23,7 @@ __attribute__((weak)) void __throw_bad_array_new_length() // since GCC 11
 // Members of streams that libstdc++ has since GCC 9 and 11.
 template std::basic_stringstream<char>::basic_stringstream();
 template std::basic_ostringstream<char>::basic_ostringstream();
+#if __cplusplus >= 202002L
 template std::string std::basic_stringbuf<char>::str() const &;
 template std::string std::basic_stringbuf<char>::str() &&;
+#endif

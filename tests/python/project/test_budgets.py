@@ -26,6 +26,7 @@ REGISTERS = {
     "adafactor_sums_kernel": 80,
     "adamw_kernel": 80,
     "adamw8bit_kernel": 80,
+    "cross_entropy_entropy_kernel": 80,
     # Two blocks to a multiprocessor: with so many instructions per element, loads take less long.
     "divergence_backward_kernel": 128,
     "divergence_forward_kernel": 128,

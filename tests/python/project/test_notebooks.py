@@ -36,6 +36,7 @@ def without_numbers(notebook):
     return [re.sub(r"[\d.]+|\{.*\}", "#", text.partition("\n")[0]) for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_shows(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
