@@ -54,7 +54,7 @@ def test_the_result_is_near_the_polar_factor(device):
     x = matrices(2, 30, 60, device=device)
     u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
     newton_schulz_(x, squares_of(x), coefficients=EXPRESS)
-    assert (x.double() - u @ vh).norm() < 0.05 * (u @ vh).norm()
+    assert (x.double() - u @ vh).norm() < 0.1 * (u @ vh).norm()
 
 
 def test_columns_of_zeros_stay_so_and_change_nothing(device):
