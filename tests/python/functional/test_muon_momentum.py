@@ -19,7 +19,7 @@ OP = torch.ops.headroom.muon_momentum_
 def by_torch(grads, moments, momentum=0.95, nesterov=True, sign=1):
     """The moments and updates of float32, as torch.optim.Muon has them."""
     grads = [sign * grad.float() for grad in grads]
-    moments = [m.float().lerp_(g, 1 - momentum) for g, m in zip(grads, moments)]
+    moments = [m.float().lerp(g, 1 - momentum) for g, m in zip(grads, moments)]
     return moments, [g.lerp(m, momentum) if nesterov else m for g, m in zip(grads, moments)]
 
 
@@ -80,7 +80,7 @@ def test_found_inf_changes_nothing(device):
 
 def test_tensors_that_are_not_contiguous(device):
     grads, moments = tensors(device=device), tensors(device=device, seed=1)
-    turned = [m.T.contiguous().T for m in moments]
+    turned = [m.clone().T.contiguous().T for m in moments]
     spread = [g.repeat_interleave(2, 1)[:, ::2] for g in grads]
     both, squares = (places(device=device), places(device=device)), torch.empty(5, device=device)
     muon_momentum_(grads, moments, both[0], squares)

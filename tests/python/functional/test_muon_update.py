@@ -64,7 +64,7 @@ def test_weights_that_keep_all_bits_take_the_steps_of_float32(master, device):
     dtype = torch.int16 if master == "remainder16" else torch.float32
     wholes = [p.float() for p in params]
     residuals = [
-        w.to(dtype) if master == "f32" else torch.zeros_like(w, dtype=dtype) for w in wholes
+        w.clone() if master == "f32" else torch.zeros_like(w, dtype=dtype) for w in wholes
     ]
     for seed in range(3):
         by = updates(device=device, seed=seed)
