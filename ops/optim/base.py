@@ -1,9 +1,9 @@
 """The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
 A subclass declares the state of its parameters and runs one op for the parameters of a group on
-one device; :mod:`headroom.param_states` has the declarations, and what a step passes to the op.
-measuring.py, counts.py, loading.py and memory.py do the rest. They take tensors and groups, and
-call no method of an optimizer in a step.
+one device; :mod:`headroom.param_states` has the declarations, what a step passes to the op, and
+what carries states through files. measuring.py and counts.py do the rest. They take tensors and
+groups, and call no method of an optimizer in a step.
 
 A step makes everything that it allocates before it writes: one that runs out of memory has changed
 nothing.
@@ -36,6 +36,7 @@ from ..param_states.loading import (
     keep_states,
     restored_states,
 )
+from ..param_states.memory import StateMemory, state_memory
 from ..param_states.paging import OffloadHandle, Paging
 from ..param_states.paging.handle import begin
 from ..param_states.plan import (
@@ -54,7 +55,6 @@ from ..param_states.plan import (
 from ..param_states.states import StatefulOptimizer
 from .counts import SkippedSteps, StalledWeights, stalled_fraction
 from .measuring import first_nonfinite, with_measured
-from .memory import StateMemory, state_memory
 from .options import (
     check_loaded_group,
     keep_unique,

@@ -33,6 +33,7 @@ from .steps import ABSMAX, MOMENT, ROW_VAR, Rule, Workspace, batched, matrices_o
 OF_EVERY_OPTIMIZER = ("count_stalled", "offload", "budget")
 OF_THE_WHOLE = ("params", "adamw", "convolutions", "workspace", "process_group")
 ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+_printed: set[str] = set()  # reports
 COMPATIBLE = {"capturable": False, "differentiable": False, "foreach": None, "fused": None}
 
 
@@ -64,8 +65,11 @@ class MatrixOptimizer(Optimizer):
         self._begins = True
         Optimizer.__init__(self, groups, defaults, **own)
         self._begins = False
-        if self.choice is not None and not (dist.is_initialized() and dist.get_rank()):
-            print(f"{type(self).__name__} chose:\n{self.choice}", file=sys.stderr)
+        report = f"{type(self).__name__} chose:\n{self.choice}"
+        first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        if self.choice is not None and first and report not in _printed:  # plans make many
+            _printed.add(report)
+            print(report, file=sys.stderr)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as other optimizers do. One without ``use_muon`` becomes several, by the

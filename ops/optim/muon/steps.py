@@ -159,7 +159,7 @@ def matrices_of(
         parts = parts_of(shape, rule.split)
         place, row = place_of(bucket.owners[i]), 0
         if len(parts) > 1 and tuple(param.shape) != tuple(shape):
-            if place[2] or cols != matrix_shape(shape)[2]:
+            if cols != matrix_shape(shape)[2]:
                 raise NotImplementedError(
                     "matrices that are split may be sharded by rows, and "
                     f"one of shape {list(shape)} is sharded otherwise"
@@ -204,11 +204,13 @@ def _place(
 ) -> tuple[int, int, int]:
     """Returns where the elements of a block lie in the whole parameter, which has ``numel`` of them
     here, in places ``whole``; ``first`` is that of the block's first one."""
-    if here.rows * here.cols == numel:
+    size, (start, length, stride) = here.rows * here.cols, whole
+    if size == numel:
         return whole
-    if here.cols == cols:
-        return whole[0] + first, here.rows * here.cols, 0
-    return whole[0] + first, here.cols, cols
+    start += first // length * stride + first % length
+    if length < size:  # columns are sharded
+        return start, length, stride
+    return (start, size, 0) if here.cols == cols else (start, here.cols, cols)
 
 
 def gather_momentum(

@@ -2,11 +2,15 @@
 they step and how packed ones are split, states, and refusals."""
 
 import copy
+import functools
+import warnings
 
 import headroom
 import pytest
 import torch
+from headroom.functional.newton_schulz import newton_schulz_workspace
 from headroom.optim import AdamW, Muon, Muon8bit
+from headroom.optim.muon import muon as muon_module
 from headroom.optim.muon.matrices import parts_of
 from headroom.optim.muon.rule import iterations
 from torch import nn
@@ -180,6 +184,7 @@ def names_of(optimizer, use_muon):
 @BOTH
 @pytest.mark.parametrize("by_names", [False, True])
 def test_hidden_matrices_are_chosen(cls, by_names, capsys):
+    muon_module._printed.clear()
     model = Gpt()
     optimizer = cls(list(model.named_parameters()) if by_names else model, adamw={"lr": 3e-4})
     hidden = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.out")}
@@ -383,3 +388,40 @@ def test_no_step_where_a_gradient_is_infinite():
         for name, value in state.items():
             assert torch.equal(optimizer.state[param][name], value)
     assert optimizer._skips.total() == 1
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu())
+
+
+def planned(rows, **options):
+    batch = torch.randn(rows, 128), torch.randn(rows, 128)
+    make = functools.partial(Muon, **options)
+    return headroom.plan(Mlp(), make, batch, loss=nn.functional.mse_loss, device="cpu")
+
+
+def test_a_plan_has_the_workspace():
+    """Of two matrices that are iterated together, or one after the other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more, less = (planned(4, workspace=size).peak_bytes for size in ("1 MiB", 0))
+    one = newton_schulz_workspace(1, 128, 256, torch.bfloat16) + 2 * 128 * 256
+    assert more - less == pytest.approx(one, rel=0.01)
+
+
+def test_a_plan_warns_where_newton_schulz_takes_longer():
+    """m = 128 and n = 256: 5 (4 m m n + 2 m m m) for 6 T m n."""
+    share = 5 * (4 * 128 * 128 * 256 + 2 * 128**3) / (6 * 4 * 128 * 256)
+    with pytest.warns(UserWarning, match=f"takes {share:.1f} times .* a step has 4 tokens"):
+        planned(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(1024)

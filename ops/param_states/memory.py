@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._core.dtensor import local_part
 from .._core.names import param_names
-from ..param_states.states import StatefulOptimizer
+from .states import StatefulOptimizer
 
 
 @dataclass
