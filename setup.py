@@ -5,6 +5,8 @@ They are of CUDA 13, and what they build needs driver R580; a toolkit 12.8 or 12
 HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler, or without
 the header of cuBLAS, unless HEADROOM_CUBLAS=0 builds without products of matrices on CUDA;
 HEADROOM_CUDA_ARCHS="90" builds device code for fewer GPUs; MAX_JOBS limits the parallel jobs.
+HEADROOM_WHEEL="manylinux_2_28_x86_64" makes a wheel for every Python on that platform, without
+headroom._C, as .ci/wheels does with libraries of that glibc.
 """
 
 import importlib.util
@@ -19,11 +21,13 @@ from pathlib import Path
 
 from setuptools import Extension, build_meta, find_packages, setup
 from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
+PLATFORM = os.environ.get("HEADROOM_WHEEL")  # of a wheel for every Python
 CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
 CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
 # Their headers are used where the compiler has none; every torch for CUDA brings one of them.
@@ -140,6 +144,8 @@ def cmake_options(build):
         "HEADROOM_CUBLAS": "OFF" if os.environ.get("HEADROOM_CUBLAS") == "0" else "ON",
         "HEADROOM_TESTS": "OFF",  # tests/run.sh adds them to this build
     }
+    if PLATFORM:
+        options["CMAKE_DISABLE_FIND_PACKAGE_pybind11"] = "ON"  # its modules are for one Python
     if nvcc:
         options["CMAKE_CUDA_COMPILER"] = nvcc
         options["HEADROOM_CUBLAS_INCLUDE"] = cublas_include(release_of(nvcc)[0]) or ""
@@ -196,6 +202,11 @@ class CMakeBuild(build_ext):
         name.write_text(f"INPUT({soname})\n")
 
 
+class WheelForEveryPython(bdist_wheel):
+    def get_tag(self):
+        return ("py3", "none", PLATFORM) if PLATFORM else super().get_tag()
+
+
 class CleanBuildPy(build_py):
     def run(self):
         # build/lib outlives a build; a module deleted from ops/ must not get into the next wheel.
@@ -216,9 +227,22 @@ def inner_packages():
     return find_packages("ops", exclude=outside)
 
 
+def variant():
+    """The local part of a wheel's version: "" for CUDA 13, "+cu128" for 12.8, "+cpu" for neither.
+
+    PyPI takes no local versions, so it can only get the first, and pip offers nobody another.
+    """
+    if os.environ.get("HEADROOM_CUDA") == "0":
+        return "+cpu"
+    nvcc = system_nvcc()
+    major, minor = release_of(nvcc) if nvcc else (13, 0)  # PyPI's compiler
+    return f"+cu{major}{minor}" if major < 13 else ""
+
+
 def version():
     header = (ROOT / "capi" / "headroom.h").read_text()
-    return ".".join(re.findall(r"^#define HR_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.M))
+    numbers = re.findall(r"^#define HR_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.M)
+    return ".".join(numbers) + (variant() if PLATFORM else "")
 
 
 if __name__ == "__main__":
@@ -229,5 +253,9 @@ if __name__ == "__main__":
         packages=["headroom", *OUTSIDE] + [f"headroom.{name}" for name in inner_packages()],
         package_data={"headroom": ["py.typed"], "headroom.reports": ["page-files/*"]},
         ext_modules=[Extension("headroom._C", sources=[])],
-        cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
+        cmdclass={
+            "bdist_wheel": WheelForEveryPython,
+            "build_ext": CMakeBuild,
+            "build_py": CleanBuildPy,
+        },
     )

@@ -177,10 +177,9 @@ def __dir__() -> list[str]:
 
 
 def build_info() -> dict[str, str]:
-    """Returns what the C library was built with and for: version, compiler, cuda, archs, cpu."""
-    if binaries._C is None:
-        raise RuntimeError("headroom._C is missing: the package was built without pybind11")
-    return binaries._C.build_info()
+    """Returns what the C library was built with and for: version, compiler, cuda, archs, cublas,
+    and the instruction set in use, cpu."""
+    return binaries.build_info()
 
 
 def get_include() -> str:

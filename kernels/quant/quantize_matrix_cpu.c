@@ -272,12 +272,11 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
-#define VARIANT(target, loop, level)                                                            \
-    target static void loop##_##level(void *context, int64_t begin, int64_t end)                \
-    {                                                                                           \
-        const matrix_level own = {{widen_f16_##level, narrow_f16_##level, narrow_bf16_##level}, \
-                                  spread_##level};                                              \
-        loop(context, begin, end, own);                                                         \
+#define VARIANT(target, loop, level)                                             \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end) \
+    {                                                                            \
+        const matrix_level own = {HALVES_OF(level), spread_##level};             \
+        loop(context, begin, end, own);                                          \
     }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -323,10 +322,9 @@ CPU_AVX2 HR_INLINE void spread_floats_avx2(float *out, const uint8_t *codes, int
         const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
         const __m256i index =
             _mm256_or_si256(_mm256_srli_epi64(bytes, 4), _mm256_slli_epi64(bytes, 32));
-        _mm256_storeu_ps(out,
-                         _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, index),
-                                          _mm256_permutevar8x32_ps(second, index),
-                                          _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))));
+        _mm256_storeu_ps(out, _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, index),
+                                               _mm256_permutevar8x32_ps(second, index),
+                                               _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))));
     }
 }
 

@@ -27,7 +27,15 @@ VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
 
 # The library never prints: a level that it does not take is said here.
 _library.hr_build_info.restype = ctypes.c_char_p
-_level = _library.hr_build_info().decode().rpartition("cpu=")[2]
+
+
+def build_info() -> dict[str, str]:
+    """Returns what the library was built with and for, and the instruction set in use now."""
+    pairs = _library.hr_build_info().decode().split("; ")
+    return dict(pair.partition("=")[::2] for pair in pairs)
+
+
+_level = build_info()["cpu"]
 _wanted = os.environ.get("HEADROOM_CPU_LEVEL") or _level
 if _wanted != _level:
     warnings.warn(
@@ -38,5 +46,5 @@ if _wanted != _level:
 
 try:
     from .. import _C
-except ImportError:  # built without pybind11, or for another Python: the ops still work
+except ImportError:  # a wheel for every Python, or a build without pybind11: the ops still work
     _C = None

@@ -1,8 +1,5 @@
 // module.cpp: headroom._C, host-side objects for Python. Nothing here computes on tensors; torch
 // ops do.
-#include <algorithm>
-#include <string>
-
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 
@@ -10,25 +7,6 @@
 #include "capi/headroom.h"
 
 namespace py = pybind11;
-
-namespace
-{
-
-py::dict build_info()
-{
-    py::dict info;
-    const std::string line = hr_build_info();
-    for (size_t begin = 0; begin < line.size();) {
-        const size_t equals = line.find('=', begin);
-        const size_t end = std::min(line.find("; ", equals), line.size());
-        info[py::str(line.substr(begin, equals - begin))] =
-            line.substr(equals + 1, end - equals - 1);
-        begin = end + 2;
-    }
-    return info;
-}
-
-} // namespace
 
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
 {
@@ -39,9 +17,6 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
           "Writes addresses, sizes and dtypes of tensors to a table. False if a tensor is missing, "
           "has "
           "gaps in memory, or is of a type, a device or a layout that needs the op's lists.");
-    m.def(
-        "build_info", &build_info,
-        "What the C library was built with and for: version, compiler, cuda, archs, cublas, cpu.");
     py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",
                                   "Instruction sets that CPU kernels are compiled for.")
         .value("BASELINE", HR_CPU_BASELINE)

@@ -1,0 +1,128 @@
+"""The wheel for every Python: .ci/wheels makes it, and it works without a compiler on this torch
+and on the oldest one. It is built for the CPU alone, which takes a minute."""
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from helpers.oldest_torch import oldest_python, run
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """What .ci/wheels makes with the packages of this environment."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the libraries of another glibc are linked on x86-64")
+    out = tmp_path_factory.mktemp("dist")
+    settings = {"OUT": str(out), "PYTHON": sys.executable, "HEADROOM_CUDA": "0"}
+    run("bash", ROOT / ".ci" / "wheels", "x86_64", env=os.environ | settings)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    return next(dist.glob("*.whl"))
+
+
+def site_packages(python):
+    return run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+
+
+@pytest.fixture(scope="module", params=["this torch", "the oldest torch"])
+def installed(request, wheel, tmp_path_factory):
+    """Runs the Python of a new environment that has the wheel, with a torch, and no programs."""
+    others = sysconfig.get_path("purelib")
+    if request.param == "the oldest torch":
+        others = site_packages(oldest_python())
+    folder = tmp_path_factory.mktemp("bare")
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    Path(site_packages(python), "others.pth").write_text(f"{others}\n")
+    programs = folder / "bin"
+
+    def program(name, *arguments, path=programs, cwd=folder):
+        """Runs a program of the environment, which finds others in ``path`` alone."""
+        return run(programs / name, *arguments, env={"PATH": str(path), "HOME": folder}, cwd=cwd)
+
+    return program
+
+
+def test_the_name_says_for_what_it_is(wheel):
+    assert wheel.name.endswith("+cpu-py3-none-manylinux_2_28_x86_64.whl")
+
+
+def test_the_source_distribution_holds_all_that_is_compiled(dist):
+    names = run("tar", "-tzf", next(dist.glob("*.tar.gz"))).splitlines()
+    inside = {name.partition("/")[2] for name in names}
+    folders = ("capi", "kernels", "torch_ext", "ops")
+    tracked = run("git", "ls-files", *folders, cwd=ROOT).splitlines()
+    assert inside >= {"setup.py", "pyproject.toml", "CMakeLists.txt", "LICENSE", *tracked}
+
+
+def test_nothing_in_it_is_for_one_python(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if "cpython" in name or name.endswith("_C.so")]
+    assert "headroom/include/headroom.h" in names
+
+
+STEPS = """
+import shutil, sys
+import headroom, torch
+from headroom._core.binaries import _C
+
+assert _C is None and headroom.__file__.startswith(sys.prefix), headroom.__file__
+assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang", "nvcc")))
+for name in ("AdamW", "AdamW8bit", "Adafactor", "SGD8bit"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = getattr(headroom.optim, name)(model.parameters(), lr=1e-3)
+    scaler, x, losses = headroom.amp.GradScaler("cpu"), torch.randn(32, 64), []
+    for _ in range(8):
+        losses.append((model(x) - x).square().mean())
+        scaler.scale(losses[-1]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0], (name, losses)
+print(headroom.build_info()["version"], torch.__version__)
+"""
+
+
+def test_it_trains(installed):
+    version, _ = installed("python", "-c", STEPS).split()
+    assert f"headroom {version}+cpu" in " ".join(installed("pip", "list").split())
+
+
+def test_doctor_calls_it_whole(installed):
+    said = installed("headroom", "doctor")
+    assert "nothing is broken" in said and "headroom._C" in said
+
+
+def test_its_binaries_are_what_the_source_promises(installed):
+    """On the wheel, the tests of exports, of torch's stable interface, and of dependencies."""
+    promises = "exported or exports or stable_interface or dependencies or answers"
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", promises]
+    tests = ROOT / "tests" / "python" / "project" / "test_build.py"
+    path = f"{os.defpath}:/usr/bin"  # where nm and readelf are
+    assert "5 passed" in installed("python", *command, tests, path=path, cwd=ROOT)
+
+
+def test_a_broken_promise_is_found(wheel, tmp_path):
+    """check_wheel.py refuses a wheel whose name promises an older glibc."""
+    older = tmp_path / wheel.name.replace("2_28", "2_5")
+    older.write_bytes(wheel.read_bytes())
+    command = [sys.executable, ROOT / ".ci" / "check_wheel.py", older]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "build" / "wheels" / "tools")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode != 0 and "its symbols are those of" in done.stderr
