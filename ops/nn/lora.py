@@ -235,7 +235,7 @@ class LoRALinear(LoRALayer):
             return self._with_lengths(input, names[0])
         for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
-            if y is None and (read := self.factor(input, names, dropout)) is not None:
+            if y is None and (read := self._factor(input, names, dropout)) is not None:
                 y = times(input, read)
                 continue
             a, b, scale = self._joined(names)
@@ -245,7 +245,7 @@ class LoRALinear(LoRALayer):
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
         return self.base_layer(input) if y is None else y
 
-    def factor(self, x: Tensor, names: list[str], dropout: float) -> Factor | None:
+    def _factor(self, x: Tensor, names: list[str], dropout: float) -> Factor | None:
         """Returns the matrix and the bias of the base beside the sum of some adapters, if a call of
         the base does no more than multiply with them; else None."""
         a, b, scale = self._joined(names)
@@ -360,7 +360,7 @@ def _read(layer: LoRALinear, x: Tensor) -> Factor | None:
     if len(groups) != 1 or layer.adapters[layer.added[0]].dora:
         return None
     ((dropout, names),) = groups
-    return layer.factor(x, names, dropout)
+    return layer._factor(x, names, dropout)
 
 
 known.add(LoRALinear)

@@ -80,7 +80,7 @@ def test_found_inf_changes_nothing(device):
 
 def test_tensors_that_are_not_contiguous(device):
     grads, moments = tensors(device=device), tensors(device=device, seed=1)
-    turned = [m.T.clone(memory_format=torch.contiguous_format).T for m in moments]
+    turned = [m.clone().T.contiguous().T for m in moments]
     spread = [g.repeat_interleave(2, 1)[:, ::2] for g in grads]
     both, squares = (places(device=device), places(device=device)), torch.empty(5, device=device)
     muon_momentum_(grads, moments, both[0], squares)

@@ -64,7 +64,7 @@ def test_weights_that_keep_all_bits_take_the_steps_of_float32(master, device):
     dtype = torch.int16 if master == "remainder16" else torch.float32
     wholes = [p.float() for p in params]
     residuals = [
-        w.clone() if master == "f32" else w.new_zeros(w.shape, dtype=dtype) for w in wholes
+        w.clone() if master == "f32" else torch.zeros_like(w, dtype=dtype) for w in wholes
     ]
     for seed in range(3):
         by = updates(device=device, seed=seed)
@@ -97,7 +97,7 @@ def test_found_inf_changes_nothing(device):
 
 def test_params_that_are_not_contiguous(device):
     params = tensors(device=device)
-    turned = [p.T.clone(memory_format=torch.contiguous_format).T for p in params]
+    turned = [p.T.contiguous().T for p in params]
     muon_update_(params, updates(device=device), lr=0.1)
     muon_update_(turned, updates(device=device), lr=0.1)
     assert_same_bits([p.contiguous() for p in turned], params)
