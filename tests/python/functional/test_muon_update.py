@@ -63,9 +63,7 @@ def test_weights_that_keep_all_bits_take_the_steps_of_float32(master, device):
     params, twins = tensors(torch.bfloat16, device), tensors(torch.bfloat16, device)
     dtype = torch.int16 if master == "remainder16" else torch.float32
     wholes = [p.float() for p in params]
-    residuals = [
-        w.clone() if master == "f32" else torch.zeros_like(w, dtype=dtype) for w in wholes
-    ]
+    residuals = [w.clone() if master == "f32" else torch.zeros_like(w, dtype=dtype) for w in wholes]
     for seed in range(3):
         by = updates(device=device, seed=seed)
         muon_update_(params, by, lr=1e-3, master=master, residuals=residuals)
