@@ -125,8 +125,8 @@ class MatrixOptimizer(Optimizer):
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = super().translated(param, entry, group)
-        if group["use_muon"] and mode_of(group).is_random:
-            entry = {"step": 0.0} | entry  # torch's Muon does not count
+        if group["use_muon"] and mode_of(group).is_random and "step" not in entry:
+            entry = entry | {"step": 0.0}  # torch's Muon does not count
         return entry
 
     # ---- one step -------------------------------------------------------------------------------

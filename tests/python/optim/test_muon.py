@@ -321,6 +321,14 @@ def test_a_matrix_that_was_flattened_later_is_refused():
         optimizer.step()
 
 
+def test_a_compiled_step_is_refused(fresh_dynamo):
+    owners = matrices(shapes=[(8, 8)])
+    optimizer = Muon(owners)
+    set_grads(0, owners)
+    with pytest.raises(RuntimeError, match="a step of Muon cannot be compiled"):
+        torch.compile(optimizer.step, backend="eager")()
+
+
 # ---- states --------------------------------------------------------------------------------------
 
 
