@@ -27,7 +27,7 @@ from ..options import of_groups, own_arguments
 from .choice import FLAT, MuonChoice, check_matrices, groups_of
 from .matrices import Split
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
-from .sharded import prepared_sharded, sharding_of
+from .sharded import check_even, prepared_sharded, sharding_of
 from .steps import ABSMAX, MOMENT, ROW_VAR, Rule, Workspace, batched, matrices_of
 
 OF_EVERY_OPTIMIZER = ("count_stalled", "offload", "budget")
@@ -125,8 +125,8 @@ class MatrixOptimizer(Optimizer):
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = super().translated(param, entry, group)
-        if group["use_muon"] and mode_of(group).is_random:
-            entry = {"step": 0.0} | entry  # torch's Muon does not count
+        if group["use_muon"] and mode_of(group).is_random and "step" not in entry:
+            entry = entry | {"step": 0.0}  # torch's Muon does not count
         return entry
 
     # ---- one step -------------------------------------------------------------------------------
@@ -166,6 +166,8 @@ class MatrixOptimizer(Optimizer):
                 ranks = self._process_group if is_plain else None
                 run = batched(rule, matrices, given, self._workspace, memory, ranks)
             else:
+                if self.paging is not None:
+                    check_even(part.owners, sharding)
                 run = prepared_sharded(rule, part, own, sharding, given, self._workspace, memory)
             calls.append(run)
 

@@ -54,6 +54,23 @@ def sharding_of(param: Tensor) -> Sharding | None:
     return Sharding(param.device_mesh, tuple(param.placements), cut[0][0] if rows else None)
 
 
+def check_even(owners: Sequence[Tensor], sharding: Sharding) -> None:
+    """Refuses shards of several sizes, whose states on the host pass in other pieces on each rank,
+    where all ranks must step the same matrices together.
+
+    Raises:
+        RuntimeError: a dimension does not divide by the ranks that it is sharded over.
+    """
+    for owner in owners:
+        for ranks, placement in zip(sharding.mesh.shape, sharding.placements):
+            dim = sharded_dim(placement)
+            if dim is not None and owner.shape[dim] % ranks:
+                raise RuntimeError(
+                    f"states of Muon are offloaded where shards are alike, and {owner.shape[dim]} "
+                    f"of shape {list(owner.shape)} does not divide by {ranks} ranks"
+                )
+
+
 def prepared_sharded(
     rule: Rule,
     bucket: Bucket,
@@ -275,6 +292,6 @@ class _Gathered:
                 here = Part(0, rows, 0, cols)
                 if len(self._parts) > 1:
                     here = part.within(self._row, rows, cols)
-                if here.rows and here.cols:
+                if here.rows or len(self._parts) == 1:
                     views.append(here.of(one))
         return views

@@ -175,7 +175,7 @@ def matrices_of(
         for k, matrix in enumerate(as_matrices(param, param)):
             for part in parts:
                 here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
-                if not here.rows or not here.cols:
+                if len(parts) > 1 and not here.rows:
                     continue
                 first, numel = (k * rows + here.row) * cols + here.col, here.rows * here.cols
                 own = absmax

@@ -24,16 +24,7 @@ def pair(name):
     return [(model, EVERY[name].make(model.parameters())) for model in built]
 
 
-def assert_close_run(params, expected):
-    """Of Muon, whose products depend by their rounding on the batch that a matrix is in."""
-    for param, want in zip(params, expected):
-        torch.testing.assert_close(param, want, rtol=2**-6, atol=2e-3)
-
-
 def assert_same_run(left, right):
-    if isinstance(left[1], headroom.optim.Muon | headroom.optim.Muon8bit):
-        assert_close_run(left[0].parameters(), right[0].parameters())
-        return
     assert_same_bits(left[0].parameters(), right[0].parameters())
     for one, other in zip(entries(left[1]), entries(right[1])):
         assert one.keys() == other.keys()
@@ -54,6 +45,8 @@ def test_a_step_by_addresses_has_the_bits_of_one_on_lists(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_compiled_step_has_the_bits_of_the_eager_one(name, fresh_dynamo):
+    if name.startswith("muon"):
+        pytest.skip("Muon's step is not compiled, and says so")
     eager, compiled = pair(name)
     step = compile_step(compiled[1], "aot_eager")
     for number in range(3):
@@ -106,8 +99,9 @@ def sharded(rank, name):
             for param, want in zip(whole(model.parameters()), expected):
                 torch.testing.assert_close(param, want, **tolerance)
             continue
-        if isinstance(single, headroom.optim.Muon | headroom.optim.Muon8bit):
-            assert_close_run(whole(model.parameters()), expected)
+        if isinstance(single, headroom.optim.Muon | headroom.optim.Muon8bit):  # norms of matrices
+            for param, want in zip(whole(model.parameters()), expected):
+                torch.testing.assert_close(param, want, rtol=2**-6, atol=2e-3)
             continue
         assert_same_bits(whole(model.parameters()), expected)
         weights = headroom.optim.master_weights(optimizer).values()

@@ -15,6 +15,8 @@ from headroom.optim.muon.matrices import parts_of
 from headroom.optim.muon.rule import iterations
 from torch import nn
 
+from helpers.compiled import compile_step
+
 SHAPES = [(64, 32), (32, 64), (48, 48), (64, 32), (128, 96)]
 BOTH = pytest.mark.parametrize("cls", [Muon, Muon8bit])
 
@@ -319,6 +321,14 @@ def test_a_matrix_that_was_flattened_later_is_refused():
     owner.grad = torch.zeros(64)
     with pytest.raises(RuntimeError, match="FSDP1 keeps parameters in flat shards"):
         optimizer.step()
+
+
+def test_a_compiled_step_is_refused(fresh_dynamo):
+    owners = matrices(shapes=[(8, 8)])
+    optimizer = Muon(owners)
+    set_grads(0, owners)
+    with pytest.raises(Exception, match="a step of Muon cannot be compiled"):
+        compile_step(optimizer, "eager")()
 
 
 # ---- states --------------------------------------------------------------------------------------

@@ -121,6 +121,12 @@ def refusals(rank):
     with pytest.raises(RuntimeError, match="normuon normalizes the rows of whole matrices"):
         Muon([param], normuon=0.9).step()
     assert torch.equal(param.to_local(), before)
+    uneven = nn.Parameter(distribute_tensor(torch.randn(7, 16), mesh(), [Shard(0)]))
+    uneven.grad = distribute_tensor(torch.randn(7, 16), uneven.device_mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="7 of shape .* does not divide by 2 ranks"):
+        Muon([uneven], offload="state").step()
+    Muon([param], offload="state").step()
+    assert not torch.equal(param.to_local(), before)
 
 
 def test_what_shards_do_not_have(ranks):
