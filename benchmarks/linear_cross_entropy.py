@@ -122,11 +122,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 SEE, COUNT, REDUCE = "lce_see_kernel", "lce_count_kernel", "lce_reduce_kernel"
+SEE_MORE, ENTROPY = "lce_see_more_kernel", "cross_entropy_entropy_kernel"
 BUDGETS = [
     # The gradient of a bfloat16 weight, summed in two halves: those are read and written, and what
     # is added is read.
     Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15)),
     Row(SEE, "f32", 4, 4, 0, ("FMNMX",), 1, evenly(6.7)),
+    # With the sums of entropies, of squares and of logits; and the gradient with that of entropies.
+    Row(SEE_MORE, "f32", 4, 4, 0, ("LDG",), 0.25, evenly(13.1)),
+    Row(ENTROPY, "f32 to bf16", 6, 4, 2, ("FFMA",), 8, {"90": 24, "86": 24, "75": 32.3}),
     # Of a row its target and weights of token and class; and its loss, weight and lse.
     Row(COUNT, "rows", 16, 16, 0, ("DADD",), 3, {"90": 49.5, "86": 48.5, "75": 50}),
     Row(REDUCE, "rows", 12, 12, 0, ("DADD",), 2, evenly(17)),

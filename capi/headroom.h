@@ -24,6 +24,8 @@
  *     The loss scale            hr_update_scale
  *     Gradient accumulation     hr_accumulate
  *     Matrix products           hr_gemm, hr_gemm_workspace, hr_set_gemm
+ *     Muon                      hr_muon_momentum, hr_newton_schulz, hr_newton_schulz_workspace,
+ *                               hr_muon_update, hr_muon_workspace
  *     Norms of rows             hr_norm_forward, hr_norm_backward, hr_norm_workspace
  *     Gated linear units        hr_glu_forward, hr_glu_backward
  *     Rotary embeddings         hr_rope
@@ -1022,7 +1024,7 @@ typedef struct hr_gemm_config {
     int32_t transpose_a; /* 1: A is stored as [k, m], and op(A) is its transpose */
     int32_t transpose_b; /* 1: B is stored as [n, k] */
     double alpha, beta;  /* finite in binary32 */
-    int64_t batch;       /* 0 or more products of the same sizes; 1 with an epilogue or addend */
+    int64_t batch;       /* 0 or more products of the same sizes; 1 with an epilogue */
     int64_t batch_stride_a, batch_stride_b, batch_stride_c; /* elements from one to the next */
     hr_gemm_epilogue epilogue;
     /* On CUDA, as torch.backends.cuda.matmul has them; the CPU has no use for them. */
@@ -1031,7 +1033,8 @@ typedef struct hr_gemm_config {
     int32_t deterministic; /* long sums are not split: same bits with any workspace, at some cost */
     hr_rows aux;           /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
     void *bias_gradient;   /* out; NULL for other epilogues */
-    hr_rows addend;        /* [m, n]: what beta multiplies in place of C; NULL data: C */
+    hr_rows addend;        /* [m, n]: what beta multiplies in place of C; NULL data: C. Batches of
+                              it lie batch_stride_c apart */
 } hr_gemm_config;
 
 #define HR_GEMM_CONFIG_INIT                                                                        \
@@ -1056,8 +1059,8 @@ typedef struct hr_gemm_config {
  *            overlap C; this is refused where it is certain, and otherwise not checked
  * bias       in: [n], or NULL; NULL with HR_GEMM_DGELU, _BGRADA and _BGRADB. The last two also need
  *            m and n of 1 or more and an alpha that is not 0
- * config->addend  in: [m, n] in out_dtype, for a single product; it may be C, and may not overlap it
- *            otherwise, which is refused where it is certain. C is then not read
+ * config->addend  in: [m, n] in out_dtype; it may be C, and may not overlap it otherwise, which is
+ *            refused where it is certain. C is then not read
  * workspace  device memory of exec's device at a multiple of 256 bytes, or NULL with 0 bytes. With
  *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from,
  *            and with fewer than 512 none for HR_GEMM_GELU and _DGELU. The CPU needs none
@@ -1083,7 +1086,8 @@ HR_API hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t 
 /* Computes what hr_gemm() was called for, with m, n, k and batch of 1 or more and without an
  * epilogue, and returns HR_OK; or writes nothing and returns HR_UNSUPPORTED, after which Headroom's
  * own loop does it: also where the host would be slower, as many are in 16 bits, which that loop
- * multiplies about as fast as binary32. Other results are those of the call. */
+ * multiplies about as fast as binary32. `beta` multiplies config->addend where that is given. Other
+ * results are those of the call. */
 typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *a, const hr_rows *b,
                                 const void *bias, int64_t m, int64_t n, int64_t k,
                                 const hr_gemm_config *config);
@@ -1091,6 +1095,203 @@ typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *
 /* Lends the host's matrix product to the CPU, for the whole process; NULL returns to Headroom's own
  * loop. `context` is passed on. */
 HR_API hr_status hr_set_gemm(hr_gemm_fn gemm, void *context);
+
+/* ---- Muon ------------------------------------------------------------------------------------ */
+
+/*
+ * hr_muon_momentum, hr_newton_schulz, hr_muon_update: one step of Muon (Jordan et al., Muon: an
+ * optimizer for hidden layers in neural networks, kellerjordan.github.io/posts/muon, 2024), as
+ * torch.optim.Muon has it, over a list of matrices. The first gathers what is to be made orthogonal,
+ * u, by matrices of a size; the second makes it nearly orthogonal; the third updates params.
+ *
+ * A matrix of u has no more rows than columns, so that of a parameter with more rows than columns it
+ * is the transpose; and all of a size lie together, with a stride or without, so that products are
+ * batched. hr_muon_matrix says where one parameter has its update.
+ */
+typedef struct hr_muon_matrix {
+    int64_t rows, cols; /* of the parameter, its gradient and its moment, which are row-major */
+    int64_t stride;     /* elements of the update from a line to the next, a line or more */
+    int64_t transposed; /* 0: a line of the update is a row. 1: it is a column of the parameter */
+} hr_muon_matrix;
+
+/* hr_muon_workspace: writes the bytes of workspace of hr_muon_momentum, and of hr_muon_update where
+ * rows are normalized, to *bytes, in host memory: about 8 for every 8,192 elements, and at least 8 for
+ * each row.
+ *
+ * Errors: HR_INVALID_ARGUMENT if a pointer is NULL or a matrix is not valid. */
+HR_API hr_status hr_muon_workspace(size_t *bytes, const hr_muon_matrix *matrices, int64_t count);
+
+/*
+ * hr_muon_momentum: updates moments, and writes u and the sum of its squares. For each element, with
+ * g the gradient, scaled as at hr_step_config,
+ *
+ *     moment = moment + (1 - momentum) * (g - moment)
+ *     u = g + momentum * (moment - g) if nesterov, else moment
+ *
+ * Both are computed as torch's lerp is: from the nearer end, with a weight w of binary32 as a + w * (b
+ * - a) below 0.5 and as b + (w - 1) * (b - a) otherwise, product and sum fused (fmaf): in binary32
+ * moments and u are those of torch.optim.Muon, bit for bit. Other types are computed in binary32, u
+ * from the new moment before that is rounded or encoded.
+ *
+ * Elements are the same on the CPU and on CUDA. squares[k] is the sum of the squares of matrix k of
+ * u, before u is rounded: in binary32 over at most 512 elements, then in binary64, in a fixed order;
+ * the CPU and CUDA agree to a relative 2^-20. It overflows to infinity for norms above 1.8e19.
+ *
+ * A moment may take one byte, as at hr_momentum.
+ */
+typedef struct hr_muon_momentum_config {
+    size_t size;         /* sizeof(hr_muon_momentum_config) */
+    hr_step_config step; /* lr, t and weights are not used; skip_nonfinite must be 0 */
+    double momentum;     /* >= 0, finite */
+    int32_t nesterov;    /* 0 or 1 */
+    int32_t block_size;  /* of moments in codes: 64, 128, 256 or 512 */
+} hr_muon_momentum_config;
+
+#define HR_MUON_MOMENTUM_CONFIG_INIT                                                            \
+    {                                                                                           \
+        sizeof(hr_muon_momentum_config),                                                        \
+            {0.0, 1, NULL, NULL, NULL, NULL, NULL, HR_F32, 0, 0, {0, 0, 0, 0, 0}}, 0.95, 1, 256 \
+    }
+
+/*
+ * updates    out: f32, bf16 or f16; numel is rows * cols, and the elements lie as `matrices` says.
+ *            Between lines nothing is written. In f16 what is below 6e-8 is lost
+ * squares    out: [count]
+ * moments    in/out: f32, bf16 or f16, zeros before the first step; or, with absmaxs, u8
+ * absmaxs    in/out: f32, hr_block_count(numel, block_size) elements; zeros before the first step.
+ *            NULL: moments are numbers
+ * grads      in: f32, bf16 or f16, not changed
+ * matrices   in: host [count]
+ * workspace  at a multiple of 8 bytes, of hr_muon_workspace() bytes
+ *
+ * If *found_inf is not 0, neither moments nor updates and squares are written. Reads and writes each
+ * byte once: 12 bytes per element in f32 moments and 16-bit updates and 4 of gradient; with codes
+ * 5.03 beside the gradient.
+ *
+ * Errors: as for hr_adamw; HR_INVALID_ARGUMENT also if a matrix does not fit its tensors or the
+ * workspace is too small.
+ */
+HR_API hr_status hr_muon_momentum(const hr_tensor_list *updates, float *squares,
+                                  const hr_tensor_list *moments, const hr_tensor_list *absmaxs,
+                                  const hr_tensor_list *grads, const hr_muon_matrix *matrices,
+                                  const hr_muon_momentum_config *config, void *workspace,
+                                  size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_newton_schulz: makes matrices nearly orthogonal: it scales each by its Frobenius norm, and takes
+ * its singular values towards 1 by the iteration of Newton and Schulz with polynomials of degree 5:
+ *
+ *     X = x / max(sqrt(squares), eps)
+ *     for each (a, b, c):  A = X X^T;  B = b A + c A A;  X = a X + B X
+ *
+ * The coefficients are those of Jordan by default, with which the singular values end between 0.7 and
+ * 1.2; others are the Polar Express (Amsel et al., arXiv:2505.16932). HR_NEWTON_SCHULZ_GRAM computes
+ * the same from products of m x m matrices alone, but for the first and last of a run (Gram
+ * Newton-Schulz, Dao et al., 2026): with R = X X^T
+ *
+ *     Z = c R R + b R;  Q = Z + a I at first, else Q Z + a Q
+ *     S = R Z + a R;  R = Z S + a S                                if another iteration follows
+ *     X = Q X                                                      at the end
+ *
+ * It begins anew, with R of the new X, before the third iteration, for R loses the small singular
+ * values of X. It is faster where n is several m, and less exact: bf16 has too few bits for it.
+ *
+ * Products are those of hr_gemm, batched, of the type of x. Everything runs on exec's stream, the norm
+ * is not read by the host, and a call can be captured in a CUDA graph.
+ */
+typedef enum hr_newton_schulz_variant {
+    HR_NEWTON_SCHULZ_STANDARD = 0,
+    HR_NEWTON_SCHULZ_GRAM = 1
+} hr_newton_schulz_variant;
+
+typedef struct hr_newton_schulz_config {
+    size_t size;    /* sizeof(hr_newton_schulz_config) */
+    hr_dtype dtype; /* f32, bf16 or f16: of x, and of all matrices of the iteration */
+    hr_newton_schulz_variant variant;
+    const double *coefficients; /* host [3 * steps]: a, b and c of each step, finite in binary32.
+                                   NULL: (3.4445, -4.7750, 2.0315) in all */
+    int64_t steps;              /* 1 to 100 */
+    double eps;                 /* > 0, finite */
+    int32_t allow_tf32;         /* this and the next two: as in hr_gemm_config */
+    int32_t allow_reduced_precision_reduction;
+    int32_t deterministic;
+} hr_newton_schulz_config;
+
+#define HR_NEWTON_SCHULZ_CONFIG_INIT                                                              \
+    {                                                                                             \
+        sizeof(hr_newton_schulz_config), HR_BF16, HR_NEWTON_SCHULZ_STANDARD, NULL, 5, 1e-7, 0, 0, \
+            0                                                                                     \
+    }
+
+/*
+ * x          in/out: [batch, m, n], dense, m <= n
+ * squares    in: [batch], the sums of the squares of the matrices
+ * workspace  at a multiple of 256 bytes, on the CPU of 64, of hr_newton_schulz_workspace() bytes. With
+ *            less, but room for x and for two matrices [batch, m, m], four with _GRAM, each rounded up
+ *            to 256 bytes, there are fewer algorithms of products to choose from
+ *
+ * Errors: HR_INVALID_ARGUMENT; HR_UNSUPPORTED where hr_gemm returns it. If a product fails, x holds
+ * what the steps before it left.
+ */
+HR_API hr_status hr_newton_schulz(void *x, const float *squares, int64_t batch, int64_t m,
+                                  int64_t n, const hr_newton_schulz_config *config, void *workspace,
+                                  size_t workspace_bytes, const hr_exec *exec);
+
+/* Bytes of workspace with which hr_newton_schulz() has every algorithm to choose from. */
+HR_API hr_status hr_newton_schulz_workspace(size_t *bytes, int64_t batch, int64_t m, int64_t n,
+                                            const hr_newton_schulz_config *config,
+                                            const hr_exec *exec);
+
+/*
+ * hr_muon_update: updates params by what hr_newton_schulz() made of u. For each element, with s the
+ * scale of its matrix,
+ *
+ *     param = param * (1 - lr * weight_decay) - lr * s * update
+ *
+ * 1 - lr * weight_decay and lr * s are computed in binary64 and rounded to binary32; the product is
+ * rounded, the second product and the sum are fused (fmaf): in binary32 the params are those of
+ * torch.optim.Muon, bit for bit. Elements are the same on the CPU and on CUDA.
+ *
+ * With row_vars the rows of an update are normalized before (NorMuon, Li et al., arXiv:2510.05491):
+ *
+ *     row_var = beta2 * row_var + (1 - beta2) * mean of update^2 over the row
+ *     row = row / (sqrt(row_var) + 1e-10)
+ *     update = update * (norm before / (norm after + 1e-10))
+ *
+ * with Frobenius norms of the whole matrix. The sums are in binary64 over parts in binary32, in a
+ * fixed order; the CPU and CUDA agree to a relative 2^-20.
+ */
+typedef struct hr_muon_update_config {
+    size_t size;         /* sizeof(hr_muon_update_config) */
+    hr_step_config step; /* what scales gradients is not used; skip_nonfinite must be 0 */
+    double weight_decay; /* >= 0, finite */
+    double beta2;        /* in [0, 1); of row_vars */
+} hr_muon_update_config;
+
+/* The defaults of torch.optim.Muon. Set `step.t`, or pass a `steps` list. */
+#define HR_MUON_UPDATE_CONFIG_INIT                                          \
+    {                                                                       \
+        sizeof(hr_muon_update_config), HR_STEP_CONFIG_INIT(1e-3), 0.1, 0.95 \
+    }
+
+/*
+ * params     in/out: f32, bf16 or f16, row-major, stored as config->step.weights says
+ * row_vars   in/out: f32, [rows] each; zeros before the first step. NULL: rows are not normalized
+ * steps      in/out: as for hr_adamw; NULL: all use config->step.t. Only random rounding reads them
+ * updates    in: f32, bf16 or f16, where `matrices` says
+ * matrices   in: host [count]
+ * scales     in: host [count], >= 0 and finite. NULL: 1
+ * workspace  with row_vars as for hr_muon_momentum; else NULL with 0 bytes
+ *
+ * Reads and writes each byte once, with row_vars the updates twice.
+ *
+ * Errors: as for hr_muon_momentum.
+ */
+HR_API hr_status hr_muon_update(const hr_tensor_list *params, const hr_tensor_list *row_vars,
+                                const hr_tensor_list *steps, const hr_tensor_list *updates,
+                                const hr_muon_matrix *matrices, const double *scales,
+                                const hr_muon_update_config *config, void *workspace,
+                                size_t workspace_bytes, const hr_exec *exec);
 
 /* ---- Norms of rows --------------------------------------------------------------------------- */
 
@@ -1998,13 +2199,18 @@ typedef struct hr_linear_cross_entropy_config {
     /* [classes, features] in `dtype`: the weight in place of inputs->weight, which is then not read.
      * It has no gradient. NULL: inputs->weight */
     const hr_matrix *matrix;
+    /* Of hr_linear_cross_entropy_backward(), f32 [rows]: the gradient of the entropy of row i is
+     * dentropy[i * dentropy_stride], and entropy is what the forward call has written, or of parts of
+     * the classes that over all. NULL: no gradient comes from it */
+    const float *entropy, *dentropy;
+    int64_t dentropy_stride; /* 0: one number for all rows */
 } hr_linear_cross_entropy_config;
 
 #define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
     {                                                                                              \
         sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                 \
             HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0, \
-            0, 0, NULL                                                                             \
+            0, 0, NULL, NULL, NULL, 0                                                              \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -2029,6 +2235,8 @@ typedef struct hr_linear_cross_entropy_rows {
     float *entropy;       /* lse - sum of p_j z_j */
     int64_t *argmax;      /* the first class with the largest logit, counted from first_class */
     int64_t *rank;        /* how many classes have a larger logit than the target */
+    float *mean_logit;    /* the mean of z over the classes that weight holds */
+    float *log_sum_sq_probs; /* log of the sum of p_j^2 over these */
 } hr_linear_cross_entropy_rows;
 
 /* Gradients, in config->grad_dtype. NULL data or address: not wanted. */
@@ -2156,7 +2364,10 @@ HR_API hr_status hr_linear_cross_entropy_join(
 /*
  * hr_linear_cross_entropy_backward: the gradients from the forward pass's lse, with logits that are
  * computed again: dloss[i * dloss_stride] is the gradient of the loss of row i, which factors and
- * token_weight multiply. lse may be that of all parts of the classes.
+ * token_weight multiply. lse may be that of all parts of the classes. config->dentropy is the gradient
+ * of the entropy of a row, H, which nothing multiplies: it adds
+ *
+ *     -dentropy * p_j (log p_j + H)                       to the gradient of logit j
  *
  * dloss      in: f32; dloss_stride 0: one number for all rows
  * factors    in: f32 [2], or NULL for ones

@@ -31,6 +31,9 @@ class Row:
     # to its end or in a turn of its loop over rows, not of a loop alone. There are at least so many
     # of the marker's opcodes, and of accesses those of 16 bytes count.
     whole: int = 0
+    # What the symbol of the kernel's instance has, if instances of other formulas make the same
+    # accesses.
+    instance: str = ""
 
     def elements(self, turn: Turn) -> float:
         if self.whole:

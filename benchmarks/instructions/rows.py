@@ -65,7 +65,9 @@ def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found
         else:
             loops = hot_loops(instructions)
         for turn in (turn for loop in loops for turn in loop):
-            for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
+            for row in (row for row in ROWS if row.kernel == name and row.instance in symbol):
+                if not row.fits(turn):
+                    continue
                 key, fresh = (arch, name, row.mix), Found(row, turn, symbol)
                 if key not in found or fresh.rank < found[key].rank:
                     found[key] = fresh

@@ -47,8 +47,11 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
                           offsetof(lce_config, workspace_limit) + sizeof own->workspace_limit,
                           "HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT"));
+    /* Of an older header, and not half an address. */
+    if (config->size < offsetof(lce_config, matrix) + sizeof own->matrix)
+        own->matrix = NULL;
     if (config->size < sizeof *own)
-        own->matrix = NULL; /* of an older header, and not half an address */
+        own->dentropy = own->entropy = NULL;
     HR_TRY(hr_check_float(function, "config->dtype", own->dtype));
     HR_REQUIRE(own->grad_dtype == HR_F32 || (own->grad_dtype == HR_BF16 && own->dtype == HR_BF16),
                "%s: config->grad_dtype is %s, wanted f32, or bf16 if config->dtype is", function,
@@ -250,14 +253,17 @@ static hr_status check_rows_out(const lce_call *call)
                    {"rows_out->largest", out->largest, HR_F32},
                    {"rows_out->entropy", out->entropy, HR_F32},
                    {"rows_out->argmax", out->argmax, HR_F64},
-                   {"rows_out->rank", out->rank, HR_F64}};
-    for (int i = 0; i < 9; i++)
+                   {"rows_out->rank", out->rank, HR_F64},
+                   {"rows_out->mean_logit", out->mean_logit, HR_F32},
+                   {"rows_out->log_sum_sq_probs", out->log_sum_sq_probs, HR_F32}};
+    for (int i = 0; i < 11; i++)
         HR_TRY(
             hr_check_vector(call->function, vectors[i].name, vectors[i].vector, vectors[i].dtype));
     const int joins = call->part_count > 0;
-    HR_REQUIRE(!joins || (!out->largest && !out->entropy && !out->argmax && !out->rank),
-               "%s: rows_out->largest, entropy, argmax or rank is given, wanted NULL: parts does "
-               "not say",
+    HR_REQUIRE(!joins || (!out->largest && !out->entropy && !out->argmax && !out->rank &&
+                          !out->mean_logit && !out->log_sum_sq_probs),
+               "%s: rows_out->largest, entropy, argmax, rank, mean_logit or log_sum_sq_probs is "
+               "given, wanted NULL: parts does not say",
                call->function);
     const int is_part = !joins && call->config.all_classes != call->sizes.classes;
     HR_REQUIRE(!is_part || (!out->loss && !out->rank && !call->result && !call->wanted),
@@ -321,6 +327,21 @@ hr_status hr_linear_cross_entropy_join(float *result, float *factors,
     return lce_run(&call);
 }
 
+/* The gradient of the entropies of rows, and these. */
+static hr_status check_entropy(const char *function, const lce_config *own, int64_t rows)
+{
+    if (!own->dentropy)
+        return HR_OK;
+    HR_TRY(hr_check_vector(function, "config->dentropy", own->dentropy, HR_F32));
+    HR_TRY(hr_check_given(function, "config->entropy", own->entropy, rows));
+    HR_REQUIRE(own->dentropy_stride >= 0 &&
+                   (rows == 0 || own->dentropy_stride <= MOST_ELEMENTS / rows),
+               "%s: config->dentropy_stride is %" PRId64
+               ", wanted 0 or more, and at most 2^56 elements from the first row to the last",
+               function, own->dentropy_stride);
+    return HR_OK;
+}
+
 hr_status hr_linear_cross_entropy_backward(
     const hr_linear_cross_entropy_grads *grads, const float *dloss, int64_t dloss_stride,
     const float *factors, const float *lse, const float *lse_low,
@@ -334,6 +355,7 @@ hr_status hr_linear_cross_entropy_backward(
     HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
     HR_TRY(hr_check_given(call.function, "lse", lse, rows));
     HR_TRY(hr_check_vector(call.function, "lse_low", lse_low, HR_F32));
+    HR_TRY(check_entropy(call.function, &call.config, rows));
     HR_TRY(check_workspace(&call, workspace, workspace_bytes));
     call.listing.dloss = dloss;
     call.listing.dloss_stride = dloss_stride;

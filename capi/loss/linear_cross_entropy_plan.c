@@ -157,7 +157,7 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
     layout->loss = take(layout, 1, s->capacity, 1, sizeof(float));
     layout->lse = take(layout, 1, s->capacity, 1, sizeof(float));
     layout->lse_low = take(layout, 1, s->capacity, 1, sizeof(float));
-    layout->seen = take(layout, 1, s->chunk, 1, sizeof(lce_seen));
+    layout->seen = take(layout, 1, s->chunk, 1, sizeof(ce_seen));
     layout->parts = take(layout, !s->on_cpu, ce_parts(s->rows), 1, sizeof(ce_totals));
     layout->hidden = take(layout, 1, s->chunk, s->features, hr_dtype_size(s->computed));
     layout->hidden_grad =

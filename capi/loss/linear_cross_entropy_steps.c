@@ -125,12 +125,14 @@ static hr_status compute_logits(const lce_call *call, const lce_part *part)
 
 static hr_status see(const lce_call *call, const lce_part *part)
 {
+    const hr_linear_cross_entropy_rows *const out = &call->out;
     const lce_seeing seeing = {.ce = rows_of(call, part),
-                               .seen = (lce_seen *)at(call, call->layout.seen),
+                               .seen = (ce_seen *)at(call, call->layout.seen),
                                .is_first = part->is_first_tile,
-                               .wants_argmax = call->out.argmax != NULL,
-                               .wants_mean = call->out.entropy != NULL,
-                               .wants_rank = call->out.rank != NULL};
+                               .wants = {.argmax = out->argmax != NULL,
+                                         .rank = out->rank != NULL,
+                                         .moments = out->entropy || out->log_sum_sq_probs,
+                                         .total = out->mean_logit != NULL}};
     HR_ON_DEVICE(call->exec, lce_see, &seeing);
     return HR_OK;
 }
@@ -138,9 +140,10 @@ static hr_status see(const lce_call *call, const lce_part *part)
 static hr_status end_rows(const lce_call *call, const lce_part *part)
 {
     const lce_ending ending = {.ce = rows_of(call, part),
-                               .seen = (const lce_seen *)at(call, call->layout.seen),
+                               .seen = (const ce_seen *)at(call, call->layout.seen),
                                .parts = call->parts,
                                .part_count = call->part_count,
+                               .classes = call->sizes.classes,
                                .list = call->listing.list,
                                .first = part->first,
                                .rows = part->rows,
@@ -239,6 +242,12 @@ static hr_status bias_gradient(const lce_call *call, const lce_part *part)
 static hr_status gradients(const lce_call *call, const lce_part *part)
 {
     cross_entropy_args a = rows_of(call, part);
+    if (call->is_backward) {
+        a.entropy = call->config.entropy;
+        a.dentropy = call->config.dentropy;
+        a.dentropy_stride = call->config.dentropy_stride;
+        a.index = call->listing.list.index + part->first;
+    }
     HR_ON_DEVICE(call->exec, cross_entropy_backward, &a);
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN)
         HR_RUN(hidden_gradient(call, part));

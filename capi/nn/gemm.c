@@ -34,9 +34,8 @@ static hr_status check_config(const char *function, hr_gemm_config *own,
                own->batch);
     HR_REQUIRE(own->epilogue >= HR_GEMM_NONE && own->epilogue <= HR_GEMM_BGRADB,
                "%s: config->epilogue is %d, wanted 0 to 4", function, (int)own->epilogue);
-    HR_REQUIRE((own->epilogue == HR_GEMM_NONE && !own->addend.data) || own->batch == 1,
-               "%s: config->batch is %" PRId64 ", wanted 1 with an epilogue or an addend", function,
-               own->batch);
+    HR_REQUIRE(own->epilogue == HR_GEMM_NONE || own->batch == 1,
+               "%s: config->batch is %" PRId64 ", wanted 1 with an epilogue", function, own->batch);
     return HR_OK;
 }
 
@@ -158,8 +157,11 @@ static hr_status check_addend(const char *function, const hr_rows *c, int64_t m,
         return HR_OK;
     HR_TRY(hr_check_rows(function, "config->addend", addend, m, n, own->out_dtype));
     const int is_c = addend->data == c->data && (m == 1 || addend->stride == c->stride);
-    HR_REQUIRE(is_c || !gemm_overlap(c, addend, m, n, own->out_dtype),
-               "%s: config->addend overlaps c", function);
+    const extent of_c = extent_of("c", c, m, n, own->out_dtype, own->batch, own->batch_stride_c);
+    const extent of_addend =
+        extent_of("addend", addend, m, n, own->out_dtype, own->batch, own->batch_stride_c);
+    HR_REQUIRE(is_c || !certainly_overlap(&of_c, &of_addend), "%s: config->addend overlaps c",
+               function);
     return HR_OK;
 }
 

@@ -20,6 +20,8 @@ typedef struct half_conversions {
     /* CPU_STEP elements from those at even and those at odd places, of which none must be a NaN. */
     void (*narrow_bf16)(uint16_t *restrict to, const float *restrict even,
                         const float *restrict odd);
+    /* CPU_STEP elements in a row, of which none must be a NaN. */
+    void (*narrow_bf16_row)(uint16_t *restrict to, const float *restrict from);
 } half_conversions;
 
 /* ---- Pairs of bf16 --------------------------------------------------------------------------- */
@@ -71,11 +73,22 @@ HR_INLINE void narrow_bf16_baseline(uint16_t *restrict to, const float *restrict
         bf16_put_pair(to, 2 * j, bf16_to_high(even[j]), bf16_to_high(odd[j]));
 }
 
+HR_INLINE void narrow_bf16_row_baseline(uint16_t *restrict to, const float *restrict from)
+{
+    for (int j = 0; j < CPU_STEP; j++)
+        to[j] = (uint16_t)(bf16_to_high(from[j]) >> 16);
+}
+
+/* The half_conversions of a level. */
+#define HALVES_OF(level)                                                                    \
+    {                                                                                       \
+        widen_f16_##level, narrow_f16_##level, narrow_bf16_##level, narrow_bf16_row_##level \
+    }
+
 #define HALVES_VARIANT_(target, loop, level)                                     \
     target static void loop##_##level(void *context, int64_t begin, int64_t end) \
     {                                                                            \
-        const half_conversions halves = {widen_f16_##level, narrow_f16_##level,  \
-                                         narrow_bf16_##level};                   \
+        const half_conversions halves = HALVES_OF(level);                        \
         loop(context, begin, end, halves);                                       \
     }
 
@@ -112,6 +125,25 @@ CPU_AVX2 HR_INLINE void narrow_bf16_avx2(uint16_t *restrict to, const float *res
     }
 }
 
+/* 16 numbers in a row, of which none must be a NaN, rounded as by narrow_bf16_avx2(). */
+CPU_AVX2 HR_INLINE __m256i bf16_in_row_avx2(__m256 first, __m256 last)
+{
+    const __m256i a = _mm256_castps_si256(first), b = _mm256_castps_si256(last);
+    const __m256i low = _mm256_set1_epi32(0xFFFF), one = _mm256_set1_epi16(1);
+    const __m256i kept = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+    const __m256i cut = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
+    const __m256i even_kept = _mm256_andnot_si256(kept, one);
+    const __m256i up = _mm256_srli_epi16(_mm256_subs_epu16(cut, even_kept), 15);
+    return _mm256_permute4x64_epi64(_mm256_add_epi16(kept, up), 0xD8);
+}
+
+CPU_AVX2 HR_INLINE void narrow_bf16_row_avx2(uint16_t *restrict to, const float *restrict from)
+{
+    for (int j = 0; j < CPU_STEP; j += 16)
+        _mm256_storeu_si256((__m256i *)(to + j), bf16_in_row_avx2(_mm256_loadu_ps(from + j),
+                                                                  _mm256_loadu_ps(from + j + 8)));
+}
+
 CPU_AVX512 HR_INLINE void widen_f16_avx512(float *restrict to, const uint16_t *restrict from)
 {
     _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
@@ -122,7 +154,8 @@ CPU_AVX512 HR_INLINE void narrow_f16_avx512(uint16_t *restrict to, const float *
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), 0));
 }
 
-#define narrow_bf16_avx512 narrow_bf16_baseline
+#define narrow_bf16_avx512     narrow_bf16_baseline
+#define narrow_bf16_row_avx512 narrow_bf16_row_baseline
 
 #define CPU_HALVES_VARIANTS(loop)                                                              \
     HALVES_VARIANT_(, loop, baseline)                                                          \
@@ -157,6 +190,24 @@ HR_INLINE void f16_store(uint16_t *restrict to, const float *restrict from, int 
         to[i] = hr_to_f16(from[i]);
 }
 
+HR_INLINE void bf16_store(uint16_t *restrict to, const float *restrict from, int count,
+                          half_conversions halves)
+{
+    int i = 0;
+    for (; count - i >= CPU_STEP; i += CPU_STEP) {
+        int nan = 0;
+        for (int j = i; j < i + CPU_STEP; j++)
+            nan |= from[j] != from[j];
+        if (__builtin_expect(nan, 0))
+            for (int j = i; j < i + CPU_STEP; j++)
+                to[j] = hr_to_bf16(from[j]);
+        else
+            halves.narrow_bf16_row(to + i, from + i);
+    }
+    for (; i < count; i++)
+        to[i] = hr_to_bf16(from[i]);
+}
+
 /* Convert the elements [i, i + count) of any float type to a tile of binary32, and back. */
 HR_INLINE void halves_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
                               float *restrict tile, half_conversions halves)
@@ -172,8 +223,23 @@ HR_INLINE void halves_from_tile(void *restrict base, int64_t i, int count, hr_dt
 {
     if (dtype == HR_F16)
         f16_store((uint16_t *)base + i, tile, count, halves);
+    else if (dtype == HR_BF16)
+        bf16_store((uint16_t *)base + i, tile, count, halves);
     else
-        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
+        for (int j = 0; j < count; j++)
+            hr_store(base, i + j, tile[j], HR_F32);
+}
+
+/* Binary32 at element i of a run that ends at `end`: the tensor itself, or a tile that gets its
+ * elements. */
+HR_INLINE float *halves_floats(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype,
+                               float *tile, half_conversions halves)
+{
+    if (dtype == HR_F32)
+        return (float *)base + i;
+    cpu_prefetch(base, i, count, end, dtype);
+    halves_to_tile(base, i, count, dtype, tile, halves);
+    return tile;
 }
 
 #endif

@@ -96,10 +96,12 @@ static __device__ __forceinline__ void list_in_groups(int end, int count, Many m
 }
 
 /* For every tensor k of the list calls fill(record, k), and for each group of tensors that fit in a
- * launch queue(blocks, k) with the first of them; `blocks` may be 0. */
-template <typename Launch, typename Fill, typename Queue>
+ * launch queue(blocks, k) with the first of them; `blocks` may be 0. blocks_of(record) thread blocks
+ * work on a tensor. */
+template <typename Launch, typename Fill, typename Queue, typename Blocks>
 static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *list,
-                                        const char *function, Fill fill, Queue queue)
+                                        const char *function, Fill fill, Queue queue,
+                                        Blocks blocks_of)
 {
     static_assert(sizeof(Launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
     hr_status status = HR_OK;
@@ -112,12 +114,21 @@ static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *li
             record.numel = list->numel[k];
             record.first_block = blocks;
             fill(record, k);
-            blocks += list_blocks(list->numel[k]);
+            blocks += blocks_of(record);
         }
         queue(blocks, first);
         status = cuda_launch_status(function);
     }
     return status;
+}
+
+/* With a block for each CUDA_CHUNK elements. */
+template <typename Launch, typename Fill, typename Queue>
+static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *list,
+                                        const char *function, Fill fill, Queue queue)
+{
+    return list_launch_all(launch, list, function, fill, queue,
+                           [](const auto &record) { return list_blocks(record.numel); });
 }
 
 #endif

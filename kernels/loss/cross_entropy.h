@@ -26,11 +26,14 @@ typedef struct cross_entropy_args {
     int64_t *argmax;
     const float *dloss, *factors;
     int64_t dloss_stride;
-    float *result, *new_factors; /* of a reduction */
-    ce_totals *parts;            /* [CE_PARTS] of it on CUDA, or NULL: there is one part */
-    double weight_sum;           /* of all classes; computed here for the CPU alone */
-    const double *given_sum;     /* the same, or NULL: still to be computed */
-    int64_t rows, classes;       /* of logits, whose first column is class `first` of `all` */
+    float *result, *new_factors;     /* of a reduction */
+    ce_totals *parts;                /* [CE_PARTS] of it on CUDA, or NULL: there is one part */
+    double weight_sum;               /* of all classes; computed here for the CPU alone */
+    const double *given_sum;         /* the same, or NULL: still to be computed */
+    const float *entropy, *dentropy; /* of row index[i] of the caller's for row i of logits */
+    const int64_t *index;
+    int64_t dentropy_stride;
+    int64_t rows, classes; /* of logits, whose first column is class `first` of `all` */
     int64_t first, all;
     hr_cross_entropy_config config;
 } cross_entropy_args;
@@ -189,6 +192,45 @@ HR_INLINE double ce_mean_factor(double weight)
     return weight == 0.0 ? 0.0 : 1.0 / weight;
 }
 
+/* ---- What is seen of a row ------------------------------------------------------------------- */
+
+/* Sums over classes, relative to the largest logit: of exp(z - top), of that times (z - top), and of
+ * its square. */
+typedef struct ce_sums {
+    double sum, mean, squares;
+} ce_sums;
+
+typedef struct ce_seen {
+    ce_sums sums;
+    double weighted, total; /* of weight * z; of z */
+    float top, z;           /* z: the target's */
+    int64_t argmax, rank;
+} ce_seen;
+
+/* What is wanted of it besides the sum of exponentials: `moments` are the other two of ce_sums. */
+typedef struct ce_wants {
+    int32_t argmax, rank, moments, total;
+} ce_wants;
+
+HR_INLINE ce_seen ce_nothing_seen(int64_t first_class)
+{
+    const ce_seen seen = {{0.0, 0.0, 0.0}, 0.0, 0.0, -INFINITY, 0.0f, first_class, 0};
+    return seen;
+}
+
+/* Makes sums relative to `top` relative to a larger one, or leaves them as they are. */
+HR_INLINE void ce_rescale(ce_sums *sums, float top, float larger)
+{
+    if (!(larger > top))
+        return;
+    const double less = (double)top - (double)larger, scale = 1.0 + ce_expm1(less);
+    sums->mean = sums->sum > 0.0 ? (sums->mean + less * sums->sum) * scale : 0.0;
+    sums->sum *= scale;
+    sums->squares *= scale * scale;
+}
+
+/* ---- Gradients of a row ---------------------------------------------------------------------- */
+
 /* The row of a gradient: grad = p * exp(z - lse) - w * weight, but at the target. */
 typedef struct ce_row {
     float high, low; /* lse */
@@ -217,11 +259,31 @@ HR_INLINE ce_row ce_row_of(const cross_entropy_args *a, int64_t row, double weig
     return r;
 }
 
-/* The gradient at the target, whose logit is z before and `capped` after the softcap. */
-HR_INLINE float ce_target_gradient(const ce_row *r, float capped, double weight, double slope)
+/* The entropy of a row and the gradient of it, which is 0 where there is none. */
+typedef struct ce_entropy {
+    float gradient, value;
+} ce_entropy;
+
+HR_INLINE ce_entropy ce_entropy_of(const cross_entropy_args *a, int64_t row)
 {
-    const double less = ce_expm1(((double)capped - (double)r->high) - (double)r->low); /* p - 1 */
-    const double gradient = r->target * less + r->others * (1.0 + less) - r->each * weight;
+    ce_entropy e = {0.0f, 0.0f};
+    if (a->dentropy) {
+        const int64_t place = a->index ? a->index[row] : row;
+        e.gradient = a->dentropy[place * a->dentropy_stride];
+        e.value = a->entropy[place];
+    }
+    return e;
+}
+
+/* The gradient at the target, whose logit is z before and `capped` after the softcap. */
+HR_INLINE float ce_target_gradient(const ce_row *r, ce_entropy e, float capped, double weight,
+                                   double slope)
+{
+    const double log_p = ((double)capped - (double)r->high) - (double)r->low;
+    const double less = ce_expm1(log_p), p = 1.0 + less;
+    double gradient = r->target * less + r->others * p - r->each * weight;
+    if (e.gradient != 0.0f && p > 0.0)
+        gradient -= (double)e.gradient * p * (log_p + (double)e.value);
     return (float)(gradient * slope);
 }
 
@@ -243,6 +305,15 @@ HR_INLINE float ce_exp(float x)
 HR_INLINE float ce_probability(float z, float high, float low)
 {
     return ce_exp((z - high) - low);
+}
+
+/* The gradient of p times the loss less the target's logit, and of the entropy:
+ * exp(log_p) * (p - e.gradient * (log_p + e.value)) with log_p = z - lse. Where exp(log_p) is 0, log_p
+ * is bounded, so that a class that is masked by minus infinity has none. */
+HR_INLINE float ce_gradient_with_entropy(float z, float high, float low, float p, ce_entropy e)
+{
+    const float log_p = hr_at_least((z - high) - low, -88.0f);
+    return ce_exp(log_p) * (p - e.gradient * (log_p + e.value));
 }
 
 /* The derivative of the softcap, from tanh(z / cap). */

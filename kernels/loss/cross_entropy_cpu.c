@@ -10,9 +10,10 @@ HR_INLINE void forward_row(const cross_entropy_args *a, int64_t row)
         ce_clear_row(a, row);
         return;
     }
-    ce_seen seen = ce_nothing_seen();
-    ce_see(a, &seen, row_at(&a->logits, row, a->config.dtype), target, a->argmax != NULL, 0);
-    ce_finish_row(a, row, ce_lse(seen.top, seen.sum), seen.z, a->weight_sum, seen.weighted);
+    ce_seen seen = ce_nothing_seen(0);
+    ce_see(a, &seen, row_at(&a->logits, row, a->config.dtype), target,
+           (ce_wants){.argmax = a->argmax != NULL});
+    ce_finish_row(a, row, ce_lse(seen.top, seen.sums.sum), seen.z, a->weight_sum, seen.weighted);
     if (a->argmax)
         a->argmax[row] = seen.argmax;
 }
@@ -39,6 +40,7 @@ HR_INLINE void backward_row(const cross_entropy_args *a, int64_t row)
     }
     const double weight = ce_weight(a, target);
     const ce_row r = ce_row_of(a, row, weight, a->weight_sum);
+    const ce_entropy e = ce_entropy_of(a, row);
     const float cap = (float)config->softcap, p = r.p, w = r.w, high = r.high, low = r.low;
     const float *const weights = ce_weights(a);
     const int64_t column = target - a->first;
@@ -55,8 +57,12 @@ HR_INLINE void backward_row(const cross_entropy_args *a, int64_t row)
             }
             tile = buffer;
         }
-        for (int i = 0; i < n; i++)
-            out[i] = p * ce_probability(tile[i], high, low);
+        if (e.gradient != 0.0f)
+            for (int i = 0; i < n; i++)
+                out[i] = ce_gradient_with_entropy(tile[i], high, low, p, e);
+        else
+            for (int i = 0; i < n; i++)
+                out[i] = p * ce_probability(tile[i], high, low);
         if (w != 0.0f && weights)
             for (int i = 0; i < n; i++)
                 out[i] -= w * weights[j + i];
@@ -68,7 +74,8 @@ HR_INLINE void backward_row(const cross_entropy_args *a, int64_t row)
                 out[i] *= slope[i];
         if (column >= j && column < j + n) {
             const int64_t i = column - j;
-            out[i] = ce_target_gradient(&r, tile[i], weight, cap > 0.0f ? (double)slope[i] : 1.0);
+            out[i] =
+                ce_target_gradient(&r, e, tile[i], weight, cap > 0.0f ? (double)slope[i] : 1.0);
         }
         tile_out(grad, out, j, n, config->grad_dtype);
     }

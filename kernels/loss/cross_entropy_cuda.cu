@@ -59,24 +59,31 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-template <int E>
+/* `entropy`: whether e is part of them. */
+template <bool entropy, int E>
 static __device__ __forceinline__ void gradients(float (&x)[E], eight_at at, const ce_row &r,
-                                                 const cross_entropy_args &a, bool plain)
+                                                 ce_entropy e_of_row, const cross_entropy_args &a,
+                                                 bool plain)
 {
+    const auto gradient = [&](float z) {
+        return entropy ? ce_gradient_with_entropy(z, r.high, r.low, r.p, e_of_row)
+                       : r.p * ce_probability(z, r.high, r.low);
+    };
     const float cap = (float)a.config.softcap;
 #pragma unroll
     for (int e = 0; e < E; e++) {
         if (plain) {
-            x[e] = r.p * ce_probability(x[e], r.high, r.low);
+            x[e] = gradient(x[e]);
             continue;
         }
         const float tanh = cap > 0.0f ? hr_tanh(x[e] / cap) : 0.0f;
-        float out = r.p * ce_probability(cap > 0.0f ? cap * tanh : x[e], r.high, r.low);
+        float out = gradient(cap > 0.0f ? cap * tanh : x[e]);
         out -= a.weight ? r.w * a.weight[a.first + at[e]] : r.w;
         x[e] = cap > 0.0f ? out * ce_slope(tanh) : out;
     }
 }
 
+template <bool entropy>
 static __device__ __forceinline__ void backward_row(const cross_entropy_args &a, int64_t row,
                                                     int lane, int width, hr_dtype dtype,
                                                     hr_dtype grad_dtype, bool plain)
@@ -85,6 +92,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
     void *const grad = row_at(a.grad, row, grad_dtype);
     const double weights = plain ? 0.0 : sum_of_weights(a, lane, width);
     const ce_row r = ce_row_of(&a, row, ce_weight(&a, ce_target(&a, row)), weights);
+    const ce_entropy none = {0.0f, 0.0f}, e = entropy ? ce_entropy_of(&a, row) : none;
     float z = 0.0f;
     if (lane == 0 && ce_has_column(&a, ce_target(&a, row)))
         z = hr_load(logits, ce_target(&a, row) - a.first, dtype);
@@ -105,7 +113,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
                 return;
             float x[8];
             pack_floats(bits, dtype, x);
-            gradients(x, {cut.own + at.j, at.apart}, r, a, plain);
+            gradients<entropy>(x, {cut.own + at.j, at.apart}, r, e, a, plain);
             store_eight(out, at, grad_dtype, pack_of(x, grad_dtype), dtype);
         },
         [&](int64_t j, bool present) {
@@ -114,7 +122,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
                 meet(width);
             if (!present)
                 return;
-            gradients(x, {j, 4}, r, a, plain);
+            gradients<entropy>(x, {j, 4}, r, e, a, plain);
             hr_store(grad, j, x[0], grad_dtype);
         });
     meet(width); /* the target is written last, by one thread */
@@ -124,6 +132,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
         return;
     const double weight = ce_weight(&a, target);
     const ce_row last = ce_row_of(&a, row, weight, weights);
+    const ce_entropy again = entropy ? ce_entropy_of(&a, row) : none;
     const float cap = (float)a.config.softcap;
     double slope = 1.0;
     if (cap > 0.0f) {
@@ -131,28 +140,50 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
         slope = (double)ce_slope(tanh);
         z = cap * tanh;
     }
-    hr_store(grad, target - a.first, ce_target_gradient(&last, z, weight, slope), grad_dtype);
+    hr_store(grad, target - a.first, ce_target_gradient(&last, again, z, weight, slope),
+             grad_dtype);
+}
+
+/* Fills a row that has no gradient, or NaN for one, and returns whether it has. */
+static __device__ __forceinline__ bool filled_row(const cross_entropy_args &a, int64_t row,
+                                                  int lane, int width)
+{
+    const int64_t target = ce_target(&a, row);
+    if (!ce_is_ignored(&a, target) && ce_is_class(&a, target))
+        return false;
+    const hr_dtype dtype = a.config.grad_dtype;
+    const float value = ce_is_ignored(&a, target) ? 0.0f : NAN;
+    fill_row(row_at(a.grad, row, dtype), a.classes, lane, width, value, dtype);
+    return true;
 }
 
 static __global__ void __launch_bounds__(THREADS)
     cross_entropy_backward_kernel(const cross_entropy_args __grid_constant__ a, int width)
 {
     const auto [row, lane] = place_of(width);
-    if (row >= a.rows)
+    if (row >= a.rows || filled_row(a, row, lane, width))
         return; /* a whole warp or a whole block */
-    const hr_dtype dtype = a.config.dtype, grad_dtype = a.config.grad_dtype;
-    const int64_t target = ce_target(&a, row);
-    if (ce_is_ignored(&a, target) || !ce_is_class(&a, target)) {
-        const float value = ce_is_ignored(&a, target) ? 0.0f : NAN;
-        fill_row(row_at(a.grad, row, grad_dtype), a.classes, lane, width, value, grad_dtype);
-        return;
-    }
+    const hr_dtype dtype = a.config.dtype, to = a.config.grad_dtype;
     const bool plain = !(a.config.softcap > 0.0) && !(a.config.label_smoothing > 0.0);
-    FOR_FLAG(plain, P, if (dtype == HR_BF16) backward_row(a, row, lane, width, HR_BF16, HR_BF16, P);
-             else if (dtype == HR_F16) backward_row(a, row, lane, width, HR_F16, HR_F16, P);
-             else if (grad_dtype == HR_F32) backward_row(a, row, lane, width, HR_F32, HR_F32, P);
-             else if (grad_dtype == HR_BF16) backward_row(a, row, lane, width, HR_F32, HR_BF16, P);
-             else backward_row(a, row, lane, width, HR_F32, HR_F16, P);)
+    FOR_FLAG(plain, P,
+             if (dtype == HR_BF16) backward_row<false>(a, row, lane, width, HR_BF16, HR_BF16, P);
+             else if (dtype == HR_F16) backward_row<false>(a, row, lane, width, HR_F16, HR_F16, P);
+             else if (to == HR_F32) backward_row<false>(a, row, lane, width, HR_F32, HR_F32, P);
+             else if (to == HR_BF16) backward_row<false>(a, row, lane, width, HR_F32, HR_BF16, P);
+             else backward_row<false>(a, row, lane, width, HR_F32, HR_F16, P);)
+}
+
+/* Of losses and entropies: of logits in binary32, as products make them. */
+static __global__ void __launch_bounds__(THREADS, 3)
+    cross_entropy_entropy_kernel(const cross_entropy_args __grid_constant__ a, int width)
+{
+    const auto [row, lane] = place_of(width);
+    if (row >= a.rows || filled_row(a, row, lane, width))
+        return; /* a whole warp or a whole block */
+    const bool plain = !(a.config.softcap > 0.0) && !(a.config.label_smoothing > 0.0);
+    FOR_FLAG(
+        plain, P,
+        FOR_DTYPE(a.config.grad_dtype, D, backward_row<true>(a, row, lane, width, HR_F32, D, P)))
 }
 
 /* ---- The reduction --------------------------------------------------------------------------- */
@@ -236,7 +267,9 @@ hr_status cross_entropy_forward_cuda(const cross_entropy_args *args, const hr_ex
 
 hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
-    return launch_rows(cross_entropy_backward_kernel, "hr_cross_entropy_backward", args, exec);
+    return launch_rows(args->dentropy ? cross_entropy_entropy_kernel
+                                      : cross_entropy_backward_kernel,
+                       "hr_cross_entropy_backward", args, exec);
 }
 
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec)

@@ -189,9 +189,16 @@ struct seen {
     float top, sum;
 };
 
-static __device__ __forceinline__ seen nothing_seen()
+/* The same, and the other sums of ce_seen. */
+struct seen_more : seen {
+    float mean, squares, total;
+};
+
+template <typename Seen> static __device__ __forceinline__ Seen nothing_seen()
 {
-    return {-INFINITY, 0.0f};
+    Seen s = {};
+    s.top = -INFINITY;
+    return s;
 }
 
 /* 2^x within 2^-22 of itself, in one instruction: sums are held to a tolerance and not to the CPU's
@@ -225,27 +232,60 @@ template <int E> static __device__ __forceinline__ float sum_of(const float (&x)
 }
 
 /* `scale` takes a difference of logits to the exponent of 2. The sum so far is scaled again each
- * time, which is cheaper than a branch that some lanes take. */
+ * time, which is cheaper than a branch that some lanes take. Leaves the exponentials in `p`, and returns
+ * what the sum was scaled by. */
 template <int E>
-static __device__ __forceinline__ void see(seen &s, const float (&z)[E], float scale)
+static __device__ __forceinline__ float see(seen &s, const float (&z)[E], float (&p)[E],
+                                            float scale)
 {
     float top = s.top;
 #pragma unroll
     for (int e = 0; e < E; e++)
         top = fmaxf(top, z[e]); /* a NaN is not the larger */
     const float base = ce_base(top);
-    float p[E];
 #pragma unroll
     for (int e = 0; e < E; e++)
         p[e] = power_of_2((z[e] - base) * scale);
-    s.sum = s.sum * power_of_2((s.top - base) * scale) + sum_of(p);
+    const float shrinks = power_of_2((s.top - base) * scale);
+    s.sum = s.sum * shrinks + sum_of(p);
     s.top = top;
+    return shrinks;
+}
+
+template <int E>
+static __device__ __forceinline__ void see(seen &s, const float (&z)[E], float scale)
+{
+    float p[E];
+    see(s, z, p, scale);
+}
+
+/* A difference of logits that exponentials of 0 are multiplied by. */
+static __device__ __forceinline__ float finite_less(float z, float base)
+{
+    return fmaxf(z - base, -1e30f); /* what a NaN is multiplied by is one, too */
+}
+
+template <int E>
+static __device__ __forceinline__ void see(seen_more &s, const float (&z)[E], float scale)
+{
+    const seen before = s;
+    float p[E], terms[E];
+    const float shrinks = see(static_cast<seen &>(s), z, p, scale), base = ce_base(s.top);
+#pragma unroll
+    for (int e = 0; e < E; e++)
+        terms[e] = p[e] * finite_less(z[e], base);
+    s.mean = (s.mean + finite_less(before.top, base) * before.sum) * shrinks + sum_of(terms);
+#pragma unroll
+    for (int e = 0; e < E; e++)
+        terms[e] = p[e] * p[e];
+    s.squares = s.squares * (shrinks * shrinks) + sum_of(terms);
+    s.total += sum_of(z);
 }
 
 /* Sees GROUPS groups of eight of as many turns, which are all loaded before the first is used.
  * `is_whole`: all threads have theirs. */
-template <int GROUPS, typename Prepare>
-static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, const void *body,
+template <int GROUPS, typename Seen, typename Prepare>
+static __device__ __forceinline__ void see_groups(Seen &s, const row_cut &cut, const void *body,
                                                   int64_t turn, bool is_whole, hr_dtype dtype,
                                                   float scale, Prepare prepare)
 {
@@ -267,14 +307,14 @@ static __device__ __forceinline__ void see_groups(seen &s, const row_cut &cut, c
 
 /* What a thread sees of a row, GROUPS groups at a time. prepare(z, at) may change the logits, eight or
  * one, of columns at[0], at[1], ... */
-template <int GROUPS, typename Prepare>
-static __device__ __forceinline__ seen see_row(const row_cut &cut, const void *row, hr_dtype dtype,
+template <int GROUPS, typename Seen = seen, typename Prepare>
+static __device__ __forceinline__ Seen see_row(const row_cut &cut, const void *row, hr_dtype dtype,
                                                float scale, Prepare prepare)
 {
     const void *const body = body_of(cut, row, dtype);
     const int64_t groups = cut.end - cut.head, singles = cut.head + (cut.cols - cut.end);
     const int step = cut.width * 8;
-    seen s = nothing_seen();
+    Seen s = nothing_seen<Seen>();
     int64_t turn = 0;
 #pragma unroll 1
     for (; turn + GROUPS * step <= groups; turn += GROUPS * step)
@@ -339,14 +379,15 @@ static __device__ __forceinline__ void prepare_logits(float (&z)[E], float &weig
 
 /* What a thread sees of a row of logits, and the sum of weight * z; `plain`: no softcap and no label
  * smoothing. */
-static __device__ __forceinline__ seen see_logits(const row_cut &cut, const void *row,
+template <typename Seen = seen>
+static __device__ __forceinline__ Seen see_logits(const row_cut &cut, const void *row,
                                                   hr_dtype dtype, float &weighted,
                                                   const cross_entropy_args &a, bool plain)
 {
     if (plain)
-        return see_row<2>(cut, row, dtype, LOG2_E, [](auto &, eight_at) {});
-    return see_row<1>(cut, row, dtype, LOG2_E,
-                      [&](auto &z, eight_at at) { prepare_logits(z, weighted, at, a); });
+        return see_row<2, Seen>(cut, row, dtype, LOG2_E, [](auto &, eight_at) {});
+    return see_row<1, Seen>(cut, row, dtype, LOG2_E,
+                            [&](auto &z, eight_at at) { prepare_logits(z, weighted, at, a); });
 }
 
 /* ---- Sums over rows -------------------------------------------------------------------------- */

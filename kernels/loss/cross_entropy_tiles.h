@@ -64,42 +64,32 @@ HR_INLINE void tile_cap(float *capped, const float *tile, int n, float cap)
         capped[j] = cap * hr_tanh(tile[j] / cap);
 }
 
-/* What has been seen of the classes of a row. */
-typedef struct ce_seen {
-    double sum, weighted, mean; /* of exp(z - top); of weight * z; of exp(z - top) (z - top) */
-    float top, z;               /* z: the target's */
-    int64_t argmax;
-} ce_seen;
-
-HR_INLINE ce_seen ce_nothing_seen(void)
+/* The other two of ce_sums, to which a masked class adds nothing. */
+HR_INLINE void tile_moments(ce_sums *sums, const float *tile, int n, float base)
 {
-    return (ce_seen){.top = -INFINITY};
-}
-
-/* The sum of exp(z - base) * (z - base), where a masked class adds nothing. */
-HR_INLINE double tile_mean(const float *tile, int n, float base)
-{
-    float lanes[LANES] = {0}, last[LANES];
+    float mean[LANES] = {0}, squares[LANES] = {0}, last[LANES];
     for (int j = 0; j < n; j += LANES) {
         const float *const z = lanes_of(last, tile, j, n, -INFINITY);
         for (int lane = 0; lane < LANES; lane++) {
-            const float less = z[lane] - base, p = ce_exp(less);
-            lanes[lane] += p > 0.0f ? p * less : 0.0f;
+            const float less = hr_at_least(z[lane] - base, -88.0f), p = ce_exp(less);
+            mean[lane] += p * less;
+            squares[lane] += p * p;
         }
     }
-    return lanes_total(lanes);
+    sums->mean += lanes_total(mean);
+    sums->squares += lanes_total(squares);
 }
 
 /* Adds the logits of a row. */
 HR_INLINE void ce_see(const cross_entropy_args *a, ce_seen *seen, const void *logits,
-                      int64_t target, int wants_argmax, int wants_mean)
+                      int64_t target, ce_wants wants)
 {
     const hr_cross_entropy_config *const config = &a->config;
     const float *const weight = ce_weights(a);
     const float cap = (float)config->softcap;
     const int64_t column = target - a->first;
     float buffer[TILE], top = seen->top;
-    double sum = seen->sum;
+    ce_sums sums = seen->sums;
     for (int64_t j = 0; j < a->classes; j += TILE) {
         const int n = a->classes - j < TILE ? (int)(a->classes - j) : TILE;
         const float *tile = tile_in(buffer, logits, j, n, config->dtype);
@@ -112,26 +102,25 @@ HR_INLINE void ce_see(const cross_entropy_args *a, ce_seen *seen, const void *lo
             seen->z = tile[column - j];
         const float tile_largest = tile_top(tile, n);
         if (tile_largest > top) {
-            const double less = (double)top - (double)tile_largest;
-            if (wants_mean && sum > 0.0)
-                seen->mean = (seen->mean + less * sum) * (1.0 + ce_expm1(less));
-            sum *= 1.0 + ce_expm1(less);
+            ce_rescale(&sums, top, tile_largest);
             top = tile_largest;
-            if (wants_argmax) {
+            if (wants.argmax) {
                 int64_t i = 0;
                 while (tile[i] != top)
                     i++;
                 seen->argmax = a->first + j + i;
             }
         }
-        sum += tile_exponentials(tile, n, ce_base(top));
-        if (wants_mean)
-            seen->mean += tile_mean(tile, n, ce_base(top));
+        sums.sum += tile_exponentials(tile, n, ce_base(top));
+        if (wants.moments)
+            tile_moments(&sums, tile, n, ce_base(top));
+        if (wants.total)
+            seen->total += tile_weighted(tile, NULL, n);
         if (config->label_smoothing > 0.0)
             seen->weighted += tile_weighted(tile, weight ? weight + j : NULL, n);
     }
     seen->top = top;
-    seen->sum = sum;
+    seen->sums = sums;
 }
 
 #endif

@@ -46,17 +46,11 @@ typedef struct lce_listing {
     lce_counts *counts; /* [CE_PARTS] on CUDA */
 } lce_listing;
 
-/* What has been seen of the logits of a row, in parts of the classes. */
-typedef struct lce_seen {
-    double sum, weighted, mean; /* as in ce_seen */
-    float top, z;
-    int64_t argmax, rank;
-} lce_seen;
-
 typedef struct lce_seeing {
     cross_entropy_args ce; /* of some rows of the list: logits, target, weight, rows, classes */
-    lce_seen *seen;
-    int32_t is_first, wants_argmax, wants_mean, wants_rank;
+    ce_seen *seen;         /* in all parts of the classes so far */
+    int32_t is_first;
+    ce_wants wants;
 } lce_seeing;
 
 /* Of each part of the classes and row in hr_linear_cross_entropy_join(). */
@@ -65,9 +59,10 @@ enum { LCE_LSE, LCE_LSE_LOW, LCE_TARGET_LOGIT, LCE_WEIGHTED, LCE_OF_A_PART };
 /* Ends what was seen of rows [first, first + rows) of the list. */
 typedef struct lce_ending {
     cross_entropy_args ce;
-    const lce_seen *seen;
+    const ce_seen *seen;
     hr_rows parts; /* [rows, part_count * LCE_OF_A_PART]: what parts of the classes have seen, */
     int64_t part_count; /* instead of `seen`, or 0 */
+    int64_t classes;    /* that were seen */
     lce_list list;
     int64_t first, rows;
     hr_linear_cross_entropy_rows out;
@@ -120,9 +115,10 @@ HR_INLINE float lce_token_weight(const lce_listing *l, int64_t row)
 HR_INLINE void lce_clear(const lce_listing *l, int64_t row, int is_ignored)
 {
     const hr_linear_cross_entropy_rows *const out = &l->out;
-    float *const floats[] = {out->loss,     out->lse,     out->lse_low, out->target_logit,
-                             out->weighted, out->largest, out->entropy};
-    for (int k = 0; k < 7; k++)
+    float *const floats[] = {out->loss,         out->lse,        out->lse_low,
+                             out->target_logit, out->weighted,   out->largest,
+                             out->entropy,      out->mean_logit, out->log_sum_sq_probs};
+    for (int k = 0; k < 9; k++)
         if (floats[k])
             floats[k][row] = is_ignored ? 0.0f : NAN;
     if (out->argmax)
@@ -190,10 +186,10 @@ HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, do
 }
 
 /* What all parts of the classes have seen of a row: the sum of exp(lse) is that of their sums. */
-HR_INLINE lce_seen lce_join(const lce_ending *e, int64_t row)
+HR_INLINE ce_seen lce_join(const lce_ending *e, int64_t row)
 {
     const float *const parts = (const float *)e->parts.data + row * e->parts.stride;
-    lce_seen seen = {0.0, 0.0, 0.0, -INFINITY, 0.0f, 0, 0};
+    ce_seen seen = ce_nothing_seen(0);
     for (int64_t k = 0; k < e->part_count; k++) {
         const float *const part = parts + k * LCE_OF_A_PART;
         seen.top = part[LCE_LSE] > seen.top ? part[LCE_LSE] : seen.top;
@@ -203,7 +199,7 @@ HR_INLINE lce_seen lce_join(const lce_ending *e, int64_t row)
     for (int64_t k = 0; k < e->part_count; k++) {
         const float *const part = parts + k * LCE_OF_A_PART;
         const double less = (double)part[LCE_LSE] - (double)ce_base(seen.top);
-        seen.sum += 1.0 + ce_expm1(less + (double)part[LCE_LSE_LOW]);
+        seen.sums.sum += 1.0 + ce_expm1(less + (double)part[LCE_LSE_LOW]);
     }
     return seen;
 }
@@ -214,8 +210,8 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
     const int64_t place = e->first + i, row = e->list.index[place];
     if (row < 0)
         return;
-    const lce_seen seen = e->part_count > 0 ? lce_join(e, row) : e->seen[i];
-    const double lse = ce_lse(seen.top, seen.sum);
+    const ce_seen seen = e->part_count > 0 ? lce_join(e, row) : e->seen[i];
+    const double sum = seen.sums.sum, lse = ce_lse(seen.top, sum);
     const float low = ce_low(lse);
     const int64_t target = e->list.target[place];
     const double weight = ce_weight(&e->ce, target);
@@ -232,8 +228,11 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
     lce_write(out->target_logit, row, (double)seen.z);
     lce_write(out->weighted, row, seen.weighted);
     lce_write(out->largest, row, (double)seen.top);
-    const double mean = seen.sum > 0.0 ? seen.mean / seen.sum : 0.0;
+    const double mean = sum > 0.0 ? seen.sums.mean / sum : 0.0;
     lce_write(out->entropy, row, lse - ((double)seen.top + mean));
+    lce_write(out->mean_logit, row, seen.total / (double)e->classes);
+    if (out->log_sum_sq_probs)
+        lce_write(out->log_sum_sq_probs, row, ce_log(seen.sums.squares) - 2.0 * ce_log(sum));
     if (out->argmax)
         out->argmax[row] = seen.argmax;
     if (out->rank)

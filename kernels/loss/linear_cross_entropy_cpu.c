@@ -49,23 +49,16 @@ HR_INLINE void see_rows(void *context, int64_t begin, int64_t end)
 {
     const lce_seeing *const s = (const lce_seeing *)context;
     for (int64_t row = begin; row < end; row++) {
-        lce_seen *const to = s->seen + row;
+        ce_seen *const to = s->seen + row;
         const int64_t target = ce_target(&s->ce, row);
         if (s->is_first)
-            *to = (lce_seen){.top = -INFINITY, .argmax = s->ce.first};
+            *to = ce_nothing_seen(s->ce.first);
         if (ce_is_ignored(&s->ce, target))
             continue;
         const float *const logits = (const float *)row_at(&s->ce.logits, row, HR_F32);
-        ce_seen seen = {to->sum, to->weighted, to->mean, to->top, to->z, to->argmax};
-        ce_see(&s->ce, &seen, logits, target, s->wants_argmax, s->wants_mean);
-        if (s->wants_rank)
+        ce_see(&s->ce, to, logits, target, s->wants);
+        if (s->wants.rank)
             to->rank = larger_ones(logits, s->ce.classes, logits[target - s->ce.first]);
-        to->sum = seen.sum;
-        to->weighted = seen.weighted;
-        to->mean = seen.mean;
-        to->top = seen.top;
-        to->z = seen.z;
-        to->argmax = seen.argmax;
     }
 }
 

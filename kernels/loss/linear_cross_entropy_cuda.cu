@@ -110,17 +110,31 @@ static __global__ void __launch_bounds__(ADDING)
 
 /* ---- Logits ---------------------------------------------------------------------------------- */
 
-/* A pass over the logits of a row after which each thread has one number. */
-template <typename Each>
-static __device__ __forceinline__ double sum_over(const lce_seeing &s, const float *logits,
-                                                  Each each)
+/* The sums of all threads, relative to `top`, the largest logit of all. */
+static __device__ __forceinline__ ce_sums sums_of(const seen &s, float top)
 {
-    double sum = 0.0;
-    for (int64_t j = threadIdx.x; j < s.ce.classes; j += THREADS)
-        sum += each(logits[j]);
-    return row_total<THREADS>(sum);
+    return {row_exponentials(s, top, THREADS, LOG2_E), 0.0, 0.0};
 }
 
+static __device__ __forceinline__ ce_sums sums_of(const seen_more &s, float top)
+{
+    const float base = ce_base(top), scale = power_of_2((s.top - base) * LOG2_E);
+    const float mean = (s.mean + finite_less(s.top, base) * s.sum) * scale;
+    return {row_exponentials(s, top, THREADS, LOG2_E), row_total<THREADS>((double)mean),
+            row_total<THREADS>((double)(s.squares * (scale * scale)))};
+}
+
+static __device__ __forceinline__ double total_of(const seen &)
+{
+    return 0.0;
+}
+
+static __device__ __forceinline__ double total_of(const seen_more &s)
+{
+    return row_total<THREADS>((double)s.total);
+}
+
+template <typename Seen>
 static __device__ __forceinline__ void see_part(const lce_seeing &s, int64_t row, bool plain)
 {
     const float *const logits = (const float *)row_at(s.ce.logits, row, HR_F32);
@@ -129,23 +143,21 @@ static __device__ __forceinline__ void see_part(const lce_seeing &s, int64_t row
     const row_cut cut =
         cut_row(logits, HR_F32, nullptr, HR_F32, s.ce.classes, (int)threadIdx.x, THREADS);
     float of_thread = 0.0f; /* the sum of weight * z */
-    const seen part = see_logits(cut, logits, HR_F32, of_thread, s.ce, plain);
+    const Seen part = see_logits<Seen>(cut, logits, HR_F32, of_thread, s.ce, plain);
     const float top = row_largest(part.top, THREADS);
-    const double sum = row_exponentials(part, top, THREADS, LOG2_E);
+    ce_sums sums = sums_of(part, top);
+    const double total = total_of(part);
     const double weighted =
         s.ce.config.label_smoothing > 0.0 ? row_total<THREADS>((double)of_thread) : 0.0;
-    double mean = 0.0, rank = 0.0, first = -INFINITY;
-    if (s.wants_mean)
-        mean = sum_over(s, logits, [&](float z) {
-            const float less = capped(z, cap) - ce_base(top), p = power_of_2(less * LOG2_E);
-            return p > 0.0f ? (double)(p * less) : 0.0;
-        });
+    double rank = 0.0, first = -INFINITY;
     const bool has_column = ce_has_column(&s.ce, target);
-    if (s.wants_rank && has_column) {
+    if (s.wants.rank && has_column) {
         const float z = logits[target - s.ce.first];
-        rank = sum_over(s, logits, [&](float other) { return other > z ? 1.0 : 0.0; });
+        for (int64_t j = threadIdx.x; j < s.ce.classes; j += THREADS)
+            rank += logits[j] > z ? 1.0 : 0.0;
+        rank = row_total<THREADS>(rank);
     }
-    if (s.wants_argmax) {
+    if (s.wants.argmax) {
         for (int64_t j = threadIdx.x; j < s.ce.classes && first == -INFINITY; j += THREADS)
             if (capped(logits[j], cap) == top)
                 first = -(double)j;
@@ -153,25 +165,19 @@ static __device__ __forceinline__ void see_part(const lce_seeing &s, int64_t row
     }
     if (threadIdx.x != 0)
         return;
-    lce_seen before = {0.0, 0.0, 0.0, -INFINITY, 0.0f, s.ce.first, 0};
-    if (!s.is_first)
-        before = s.seen[row];
-    lce_seen now = before;
-    const bool grows = top > before.top;
-    now.top = grows ? top : before.top;
-    const double less = grows ? (double)before.top - (double)top : (double)top - (double)before.top;
-    const double scale = less != less ? 0.0 : 1.0 + ce_expm1(less); /* both are -infinity */
-    /* The sum under the smaller top is rescaled; a sum of nothing stays one. */
-    const double old_sum = grows ? (before.sum > 0.0 ? before.sum * scale : 0.0) : before.sum;
-    const double old_mean =
-        grows ? (before.sum > 0.0 ? (before.mean + less * before.sum) * scale : 0.0) : before.mean;
-    const double new_sum = grows || before.top == -INFINITY ? sum : sum * scale;
-    const double new_mean = grows || before.top == -INFINITY ? mean
-                            : sum * scale > 0.0              ? (mean + less * sum) * scale
-                                                             : 0.0;
-    now.sum = old_sum + new_sum;
-    now.mean = old_mean + new_mean;
-    now.weighted = before.weighted + weighted;
+    ce_seen now = s.is_first ? ce_nothing_seen(s.ce.first) : s.seen[row];
+    const bool grows = top > now.top;
+    if (grows)
+        ce_rescale(&now.sums, now.top, top);
+    else
+        ce_rescale(&sums, top, now.top);
+    now.sums.sum += sums.sum;
+    now.sums.mean += sums.mean;
+    now.sums.squares += sums.squares;
+    now.weighted += weighted;
+    now.total += total;
+    if (grows)
+        now.top = top;
     if (grows && first != -INFINITY)
         now.argmax = s.ce.first + (int64_t)-first;
     now.rank = (int64_t)rank;
@@ -182,18 +188,30 @@ static __device__ __forceinline__ void see_part(const lce_seeing &s, int64_t row
     s.seen[row] = now;
 }
 
-/* Up to 64 registers, where the compiler's own choice is fewer and spills. */
-static __global__ void __launch_bounds__(THREADS, 4)
-    lce_see_kernel(const lce_seeing __grid_constant__ s)
+template <typename Seen> static __device__ __forceinline__ void see_rows(const lce_seeing &s)
 {
     const int64_t row = blockIdx.x;
     if (ce_is_ignored(&s.ce, ce_target(&s.ce, row))) {
         if (threadIdx.x == 0 && s.is_first)
-            s.seen[row] = {0.0, 0.0, 0.0, -INFINITY, 0.0f, s.ce.first, 0};
+            s.seen[row] = ce_nothing_seen(s.ce.first);
         return;
     }
     const bool plain = !(s.ce.config.softcap > 0.0) && !(s.ce.config.label_smoothing > 0.0);
-    FOR_FLAG(plain, P, see_part(s, row, P))
+    FOR_FLAG(plain, P, see_part<Seen>(s, row, P))
+}
+
+/* Up to 64 registers, where the compiler's own choice is fewer and spills. */
+static __global__ void __launch_bounds__(THREADS, 4)
+    lce_see_kernel(const lce_seeing __grid_constant__ s)
+{
+    see_rows<seen>(s);
+}
+
+/* For the sums that entropies are made of, too, in the same pass. */
+static __global__ void __launch_bounds__(THREADS, 4)
+    lce_see_more_kernel(const lce_seeing __grid_constant__ s)
+{
+    see_rows<seen_more>(s);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -341,7 +359,9 @@ hr_status lce_list_rows_cuda(const lce_listing *listing, const hr_exec *exec)
 
 hr_status lce_see_cuda(const lce_seeing *seeing, const hr_exec *exec)
 {
-    return launch(lce_see_kernel, kName, seeing->ce.rows, THREADS, exec, *seeing);
+    const bool wants_more = seeing->wants.moments || seeing->wants.total;
+    return launch(wants_more ? lce_see_more_kernel : lce_see_kernel, kName, seeing->ce.rows,
+                  THREADS, exec, *seeing);
 }
 
 hr_status lce_end_cuda(const lce_ending *ending, const hr_exec *exec)

@@ -8,7 +8,6 @@
  */
 #include <pthread.h>
 
-#include "kernels/core/copy.h"
 #include "kernels/core/rows_cpu.h"
 #include "kernels/nn/gemm.h"
 
@@ -180,15 +179,16 @@ HR_INLINE void sums_of_tiles(gemm_tiles *tiles, const hr_rows *a, const hr_rows 
 }
 
 /* Turns a row of sums into a row of C, whose first element is at j0. */
-HR_INLINE void finish_row(const gemm_args *args, const hr_rows *c, const float *sums, int64_t i,
-                          int64_t j0, int cols)
+HR_INLINE void finish_row(const gemm_args *args, const hr_rows *c, const hr_rows *addend,
+                          const float *sums, int64_t i, int64_t j0, int cols)
 {
     const hr_gemm_config *const config = &args->config;
     const hr_dtype dtype = config->out_dtype;
     const float alpha = (float)config->alpha, beta = (float)config->beta;
     void *const row = row_at(c, i, dtype);
     float before[SIDE], bias_in[SIDE], out[SIDE];
-    const float *const old = beta != 0.0f ? tile_in(before, row, j0, cols, dtype) : sums;
+    const float *const old =
+        beta != 0.0f ? tile_in(before, row_at(addend, i, dtype), j0, cols, dtype) : sums;
     const float *const bias = args->bias ? tile_in(bias_in, args->bias, j0, cols, dtype) : NULL;
     if (bias)
         for (int j = 0; j < cols; j++)
@@ -225,9 +225,13 @@ HR_INLINE void multiply_tiles(void *context, int64_t begin, int64_t end, const i
         const hr_rows a = in_batch(&args->a, index, config->batch_stride_a, config->dtype);
         const hr_rows b = in_batch(&args->b, index, config->batch_stride_b, config->dtype);
         const hr_rows c = in_batch(&args->c, index, config->batch_stride_c, config->out_dtype);
+        const hr_rows addend =
+            config->addend.data
+                ? in_batch(&config->addend, index, config->batch_stride_c, config->out_dtype)
+                : c;
         sums_of_tiles(&tiles, &a, &b, args, i0, j0, rows, cols, MR, NR, micro);
         for (int row = 0; row < rows; row++)
-            finish_row(args, &c, tiles.sums + row * SIDE, i0 + row, j0, cols);
+            finish_row(args, &c, &addend, tiles.sums + row * SIDE, i0 + row, j0, cols);
     }
 }
 
@@ -280,7 +284,6 @@ static lent_product lent_now(void)
 static hr_status ask_host(const gemm_args *args)
 {
     hr_gemm_config config = args->config;
-    config.addend = (hr_rows){NULL, 0};
     if (config.epilogue == HR_GEMM_BGRADA || config.epilogue == HR_GEMM_BGRADB) {
         config.epilogue = HR_GEMM_NONE;
         config.bias_gradient = NULL;
@@ -292,18 +295,6 @@ static hr_status ask_host(const gemm_args *args)
                     args->k, &config);
 }
 
-/* A host adds to C, and so does the loop: an addend that lies elsewhere is copied there. */
-static void begin_with_addend(const gemm_args *args)
-{
-    const hr_rows *const from = &args->config.addend;
-    if (args->config.beta == 0.0 || !from->data || from->data == args->c.data)
-        return;
-    const int64_t element = hr_element_size(args->config.out_dtype), bytes = args->n * element;
-    const int64_t pitches[] = {args->m > 1 ? args->c.stride * element : bytes,
-                               args->m > 1 ? from->stride * element : bytes};
-    copy_rows_cpu(args->c.data, pitches[0], from->data, pitches[1], bytes, args->m);
-}
-
 hr_status gemm_workspace_cpu(size_t *bytes)
 {
     *bytes = 0;
@@ -312,7 +303,6 @@ hr_status gemm_workspace_cpu(size_t *bytes)
 
 hr_status gemm_cpu(const gemm_args *args)
 {
-    begin_with_addend(args);
     const gemm_grid grid = grid_of(args);
     const int64_t tiles = grid.rows * grid.cols * args->config.batch;
     const hr_status status = tiles > 0 && args->k > 0 ? ask_host(args) : HR_UNSUPPORTED;

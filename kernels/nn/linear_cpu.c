@@ -213,13 +213,12 @@ HR_INLINE void few_rows(const few_call *call, int64_t begin, int64_t end, hr_dty
     }
 }
 
-#define VARIANT(target, level, most)                                                            \
-    target static void few_##level(void *context, int64_t begin, int64_t end)                   \
-    {                                                                                           \
-        const few_level own = {                                                                 \
-            {widen_f16_##level, narrow_f16_##level, narrow_bf16_##level}, group_##level, most}; \
-        const few_call *const call = (const few_call *)context;                                 \
-        FOR_DTYPE(call->args->matrix.dtype, dtype, few_rows(call, begin, end, dtype, own))      \
+#define VARIANT(target, level, most)                                                       \
+    target static void few_##level(void *context, int64_t begin, int64_t end)              \
+    {                                                                                      \
+        const few_level own = {HALVES_OF(level), group_##level, most};                     \
+        const few_call *const call = (const few_call *)context;                            \
+        FOR_DTYPE(call->args->matrix.dtype, dtype, few_rows(call, begin, end, dtype, own)) \
     }
 
 VARIANT(, baseline, 1)

@@ -8,58 +8,11 @@
  * others compute on vectors, the next block is updated while one is encoded, and what holds of one
  * vector in a thousand is looked for in many at once.
  */
+#include "kernels/core/halves_cpu.h"
 #include "kernels/optim/adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 /* ---- Encoding -------------------------------------------------------------------------------- */
-
-/* Bits 16 to 23 of 32 words as bytes: in each half of 16, four of every vector in turn. */
-CPU_AVX2 HR_INLINE __m256i adamw8bit_bytes_avx2(const __m256i words[4])
-{
-    const __m256i first = _mm256_blend_epi16(_mm256_srli_epi32(words[0], 16), words[1], 0xAA);
-    const __m256i last = _mm256_blend_epi16(_mm256_srli_epi32(words[2], 16), words[3], 0xAA);
-    const __m256i bytes =
-        _mm256_blendv_epi8(first, _mm256_slli_epi16(last, 8), _mm256_set1_epi16((short)0xFF00));
-    return _mm256_shuffle_epi8(bytes, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7,
-                                                       11, 15, 0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9,
-                                                       13, 3, 7, 11, 15));
-}
-
-/* Encodes 32 moments; `factor` is dynamic_factor() times the second factor of their scale. Lowers the
- * words of *least to those of dynamic_distances_avx2(). */
-CPU_AVX2 HR_INLINE void adamw8bit_encode32_avx2(const dynamic_lines *lines, const float *x,
-                                                __m256 factor, int is_signed, uint8_t *codes,
-                                                __m256i *least)
-{
-    __m256i signs[4], distances[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        const __m256 moment = _mm256_loadu_ps(x + 8 * k), quotient = moment * factor;
-        signs[k] = _mm256_castps_si256(quotient);
-        distances[k] = dynamic_distances_avx2(lines, quotient, is_signed);
-        *least = _mm256_min_epu16(*least, distances[k]);
-        if (!is_signed) /* 0 gets code 0, and no other number */
-            distances[k] = _mm256_sign_epi32(distances[k], _mm256_castps_si256(moment));
-    }
-    __m256i in_turns = adamw8bit_bytes_avx2(distances);
-    if (is_signed) { /* -1 is not in the map, so the difference stops at 0 */
-        const __m256i zero = _mm256_set1_epi8(127);
-        const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(signs[0], signs[1]),
-                                                _mm256_packs_epi32(signs[2], signs[3]));
-        in_turns = _mm256_blendv_epi8(_mm256_add_epi8(zero, in_turns),
-                                      _mm256_subs_epu8(zero, in_turns), sign);
-    }
-    const __m256i in_row =
-        _mm256_permutevar8x32_epi32(in_turns, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((__m256i *)codes, in_row);
-}
-
-/* -1 in the words that say that a code is not sure. */
-CPU_AVX2 HR_INLINE __m256i adamw8bit_unsure_avx2(__m256i least)
-{
-    const __m256i fraction = _mm256_and_si256(least, _mm256_set1_epi32(0xFFFF));
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(2 * DYNAMIC_SLACK_BITS), fraction);
-}
 
 /* Encodes those of LANES elements whose codes are not sure, which it finds again: to note them for all
  * elements would cost more. */
@@ -74,7 +27,7 @@ adamw8bit_encode_unsure(const adamw8bit_tensor *t, const adamw8bit_pending *p, i
         const __m256 v = _mm256_loadu_ps(p->v + i) * _mm256_set1_ps(factor_v);
         const __m256i least = _mm256_min_epu16(dynamic_distances_avx2(&lines[1], m, 1),
                                                dynamic_distances_avx2(&lines[0], v, 0));
-        const __m256i unsure = adamw8bit_unsure_avx2(least);
+        const __m256i unsure = dynamic_unsure_avx2(least);
         unsigned lanes = (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(unsure));
         for (; lanes; lanes &= lanes - 1)
             adamw8bit_encode_each(t, p, i + __builtin_ctz(lanes), 1);
@@ -107,18 +60,18 @@ CPU_AVX2 HR_INLINE adamw8bit_encoding adamw8bit_encoding_of(const adamw8bit_tens
 
 CPU_AVX2 HR_INLINE void adamw8bit_encode_m(const adamw8bit_encoding *e, int i, __m256i *least)
 {
-    adamw8bit_encode32_avx2(&e->lines[1], e->m + i, e->factor_m, 1, e->exp_avg + i, least);
+    dynamic_encode32_avx2(&e->lines[1], e->m + i, e->factor_m, 1, e->exp_avg + i, least);
 }
 
 CPU_AVX2 HR_INLINE void adamw8bit_encode_v(const adamw8bit_encoding *e, int i, __m256i *least)
 {
-    adamw8bit_encode32_avx2(&e->lines[0], e->v + i, e->factor_v, 0, e->exp_avg_sq + i, least);
+    dynamic_encode32_avx2(&e->lines[0], e->v + i, e->factor_v, 0, e->exp_avg_sq + i, least);
 }
 
 /* Ends the encoding of LANES elements from i on. */
 CPU_AVX2 HR_INLINE void adamw8bit_make_sure(const adamw8bit_encoding *e, int i, __m256i least)
 {
-    const __m256i unsure = adamw8bit_unsure_avx2(least);
+    const __m256i unsure = dynamic_unsure_avx2(least);
     if (__builtin_expect(!_mm256_testz_si256(unsure, unsure), 0))
         adamw8bit_encode_unsure(e->t, e->p, i);
 }
@@ -149,18 +102,6 @@ CPU_AVX2 HR_INLINE void adamw8bit_decode_avx2(const adamw8bit_call *call, const 
         x[lane] = values[codes[lane]] * absmax;
 }
 
-/* Decodes `count` codes, without their scale, in pairs: an instruction that puts a value into a vector
- * would take more of what computes on vectors, and a store of each more of what stores. */
-HR_INLINE void adamw8bit_decode_pairs(const dynamic_lines *lines, const uint8_t *codes, int count,
-                                      float *values)
-{
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i += 2) {
-        const uint64_t pair = lines->low[codes[i]] | lines->high[codes[i + 1]];
-        memcpy(values + i, &pair, sizeof pair);
-    }
-}
-
 CPU_AVX2 HR_INLINE __m256 adamw8bit_load_avx2(const void *base, int i, hr_dtype dtype)
 {
     if (dtype == HR_F32)
@@ -189,18 +130,7 @@ CPU_AVX2 HR_INLINE void adamw8bit_store_avx2(void *base, int i, const __m256 x[2
         _mm256_storeu_ps((float *)base + i, x[0]);
         _mm256_storeu_ps((float *)base + i + 8, x[1]);
     } else {
-        /* As narrow_bf16_avx2(): 1 is added if the bits that are cut are at least 0x8000, or where
-         * the kept ones are even, at least 0x8001. */
-        const __m256i a = _mm256_castps_si256(x[0]), b = _mm256_castps_si256(x[1]);
-        const __m256i low = _mm256_set1_epi32(0xFFFF), one = _mm256_set1_epi16(1);
-        const __m256i kept =
-            _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
-        const __m256i cut = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
-        const __m256i even = _mm256_andnot_si256(kept, one);
-        const __m256i up = _mm256_srli_epi16(_mm256_subs_epu16(cut, even), 15);
-        const __m256i rounded = _mm256_add_epi16(kept, up);
-        _mm256_storeu_si256((__m256i *)((uint16_t *)base + i),
-                            _mm256_permute4x64_epi64(rounded, 0xD8));
+        _mm256_storeu_si256((__m256i *)((uint16_t *)base + i), bf16_in_row_avx2(x[0], x[1]));
     }
 }
 
@@ -242,8 +172,8 @@ CPU_AVX2 HR_INLINE void adamw8bit_update16(const adamw8bit_repeated *c, adamw8bi
         const __m256 new_m = old_m + c->one_minus_beta1 * (g - old_m);
         const __m256 denominator = _mm256_sqrt_ps(new_v) * c->rsqrt_bias2 + c->eps;
         /* Here the instructions on integers run while the roots do. */
-        adamw8bit_decode_pairs(&c->lines[1], at.next_m + j, 8, at.decoded->m + j);
-        adamw8bit_decode_pairs(&c->lines[0], at.next_v + j, 8, at.decoded->v + j);
+        dynamic_decode_pairs(&c->lines[1], at.next_m + j, 8, at.decoded->m + j);
+        dynamic_decode_pairs(&c->lines[0], at.next_v + j, 8, at.decoded->v + j);
         params[k] = c->keep * adamw8bit_load_avx2(at.param, j, param_dtype) -
                     c->step_size * (new_m / denominator);
         _mm256_storeu_ps(at.m + j, new_m);
@@ -336,8 +266,8 @@ CPU_AVX2 HR_INLINE void adamw8bit_blocks_plain(const adamw8bit_tensor *t, int64_
     adamw8bit_pending last = {0}; /* the previous block */
     adamw8bit_decoded decoded;
     if (to - from >= LANES) {
-        adamw8bit_decode_pairs(&c.lines[1], t->exp_avg + from, LANES, decoded.m);
-        adamw8bit_decode_pairs(&c.lines[0], t->exp_avg_sq + from, LANES, decoded.v);
+        dynamic_decode_pairs(&c.lines[1], t->exp_avg + from, LANES, decoded.m);
+        dynamic_decode_pairs(&c.lines[0], t->exp_avg_sq + from, LANES, decoded.v);
     }
     int64_t block = from / block_size;
     for (int64_t begin = from; begin < to; begin += block_size, block++) {
@@ -371,8 +301,8 @@ CPU_AVX2 HR_INLINE void adamw8bit_blocks_plain(const adamw8bit_tensor *t, int64_
             void *const param = at.param;
             if (__builtin_expect(count - i < LANES, 0)) {
                 adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
-                adamw8bit_decode_pairs(&c.lines[1], few.exp_avg, LANES, decoded.m);
-                adamw8bit_decode_pairs(&c.lines[0], few.exp_avg_sq, LANES, decoded.v);
+                dynamic_decode_pairs(&c.lines[1], few.exp_avg, LANES, decoded.m);
+                dynamic_decode_pairs(&c.lines[0], few.exp_avg_sq, LANES, decoded.v);
                 at.param = few.param;
                 at.grad = few.grad;
                 at.next_m = few.exp_avg;

@@ -8,7 +8,7 @@
  * two warps if it has 512 elements.
  */
 #include "kernels/optim/momentum.cuh"
-#include "kernels/quant/quantize_blocks.cuh"
+#include "kernels/optim/momentum_codes.cuh"
 
 /* What the elements of a block have in common. Where a call site gives literals, the tests of them
  * fold away. */
@@ -29,36 +29,6 @@ typedef struct codes_chunk {
     int count;
     double step;
 } codes_chunk;
-
-/* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
- * tiles, of neighboring warps. */
-template <int GROUP, int GROUPS>
-static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS],
-                                                         int block_shift)
-{
-    const bool one_block = 1 << block_shift >= TILE;
-#pragma unroll
-    for (int j = 1; j < GROUPS; j++)
-        largest[0] = one_block ? max(largest[0], largest[j]) : largest[0];
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++)
-#pragma unroll
-        for (int width = 1; width < WARP; width *= 2)
-            if ((j == 0 || !one_block) && width * GROUP < 1 << block_shift)
-                largest[j] = max(largest[j], __shfl_xor_sync(0xFFFFFFFFu, largest[j], width));
-    if (1 << block_shift > TILE) {
-        __shared__ uint32_t tiles[WARPS];
-        const int warp = (int)threadIdx.x / WARP;
-        if (threadIdx.x % WARP == 0)
-            tiles[warp] = largest[0];
-        __syncthreads();
-        largest[0] = max(largest[0], tiles[warp ^ 1]);
-        __syncthreads(); /* before the next tile's */
-    }
-#pragma unroll
-    for (int j = 1; j < GROUPS; j++)
-        largest[j] = one_block ? largest[0] : largest[j];
-}
 
 /* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
  * access per group. */
@@ -118,18 +88,12 @@ update_tile(const codes_chunk &c, const codes_kind kind, const momentum_kind &op
                                                   whole ? GROUP : left);
         }
     }
-    largest_of_blocks<GROUP, GROUPS>(largest, kind.block_shift);
+    codes_largest_of_blocks<WARPS, GROUP, GROUPS>(largest, kind.block_shift);
 #pragma unroll
     for (int j = 0; j < GROUPS; j++) {
         const int i = first + j * WARP * GROUP, left = c.count - i;
-        const float absmax = quant_absmax(largest[j], 0);
-        const dynamic_scale scale = dynamic_scale_of(absmax);
-        float y[GROUP];
-#pragma unroll
-        for (int e = 0; e < GROUP; e++)
-            y[e] = quant_quotient<1>(moments[j][e], scale);
         uint32_t words[GROUP / 4];
-        quant_codes<1>(tables, y, words);
+        const float absmax = codes_encode<GROUP>(tables, moments[j], largest[j], words);
         if ((whole || left > 0) && (i & ((1 << kind.block_shift) - 1)) == 0)
             c.absmax[i >> kind.block_shift] = absmax;
         pack_store_bytes<GROUP>(c.codes, i, whole, left, words);

@@ -109,6 +109,18 @@ static inline void dynamic_lines_fill(dynamic_lines *l, const dynamic_map *map, 
     }
 }
 
+/* Decodes `count` codes, without their scale, in pairs: an instruction that puts a value into a vector
+ * would take more of what computes on vectors, and a store of each more of what stores. */
+HR_INLINE void dynamic_decode_pairs(const dynamic_lines *lines, const uint8_t *codes, int count,
+                                    float *values)
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += 2) {
+        const uint64_t pair = lines->low[codes[i]] | lines->high[codes[i + 1]];
+        memcpy(values + i, &pair, sizeof pair);
+    }
+}
+
 static inline float dynamic_place(int code, int is_signed)
 {
     return (float)(is_signed ? 4 * (code - 127) : code + 1);
@@ -248,6 +260,54 @@ CPU_AVX2 HR_INLINE __m256i dynamic_distances_avx2(const dynamic_lines *l, __m256
     /* Signed distances count from 128, where a fraction has 16 bits; 128 more carries into bit 23,
      * which belongs to the exponent. Unsigned ones count from 256, where it has 15. */
     return is_signed ? distance : _mm256_add_epi32(distance, distance);
+}
+
+/* Bits 16 to 23 of 32 words as bytes: in each half of 16, four of every vector in turn. */
+CPU_AVX2 HR_INLINE __m256i dynamic_bytes_avx2(const __m256i words[4])
+{
+    const __m256i first = _mm256_blend_epi16(_mm256_srli_epi32(words[0], 16), words[1], 0xAA);
+    const __m256i last = _mm256_blend_epi16(_mm256_srli_epi32(words[2], 16), words[3], 0xAA);
+    const __m256i bytes =
+        _mm256_blendv_epi8(first, _mm256_slli_epi16(last, 8), _mm256_set1_epi16((short)0xFF00));
+    return _mm256_shuffle_epi8(bytes, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7,
+                                                       11, 15, 0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9,
+                                                       13, 3, 7, 11, 15));
+}
+
+/* Encodes 32 numbers; `factor` is dynamic_factor() times the second factor of their scale. Lowers the
+ * words of *least to those of dynamic_distances_avx2(). */
+CPU_AVX2 HR_INLINE void dynamic_encode32_avx2(const dynamic_lines *lines, const float *x,
+                                              __m256 factor, int is_signed, uint8_t *codes,
+                                              __m256i *least)
+{
+    __m256i signs[4], distances[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        const __m256 number = _mm256_loadu_ps(x + 8 * k), quotient = number * factor;
+        signs[k] = _mm256_castps_si256(quotient);
+        distances[k] = dynamic_distances_avx2(lines, quotient, is_signed);
+        *least = _mm256_min_epu16(*least, distances[k]);
+        if (!is_signed) /* 0 gets code 0, and no other number */
+            distances[k] = _mm256_sign_epi32(distances[k], _mm256_castps_si256(number));
+    }
+    __m256i in_turns = dynamic_bytes_avx2(distances);
+    if (is_signed) { /* -1 is not in the map, so the difference stops at 0 */
+        const __m256i zero = _mm256_set1_epi8(127);
+        const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(signs[0], signs[1]),
+                                                _mm256_packs_epi32(signs[2], signs[3]));
+        in_turns = _mm256_blendv_epi8(_mm256_add_epi8(zero, in_turns),
+                                      _mm256_subs_epu8(zero, in_turns), sign);
+    }
+    const __m256i in_row =
+        _mm256_permutevar8x32_epi32(in_turns, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)codes, in_row);
+}
+
+/* -1 in the words that say that a code is not sure. */
+CPU_AVX2 HR_INLINE __m256i dynamic_unsure_avx2(__m256i least)
+{
+    const __m256i fraction = _mm256_and_si256(least, _mm256_set1_epi32(0xFFFF));
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(2 * DYNAMIC_SLACK_BITS), fraction);
 }
 #endif
 

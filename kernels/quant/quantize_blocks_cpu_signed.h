@@ -7,10 +7,16 @@
 
 #include "kernels/quant/quantize_blocks.h"
 
+/* The values of `count` codes, without their scale. */
+void quant_values_signed(const uint8_t *codes, int count, float *x);
+
 /* The numbers of `count` codes of a block. */
 void quant_decode_signed(const uint8_t *codes, int count, float absmax, float *x);
 
 /* Writes the codes of a block of `count` numbers, and returns its absmax. */
 float quant_encode_signed(const float *x, int count, uint8_t *codes);
+
+/* The same, given the largest quant_magnitude() of the block. */
+float quant_codes_signed(const float *x, int count, uint32_t largest, uint8_t *codes);
 
 #endif

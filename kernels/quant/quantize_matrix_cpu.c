@@ -272,12 +272,11 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
-#define VARIANT(target, loop, level)                                                            \
-    target static void loop##_##level(void *context, int64_t begin, int64_t end)                \
-    {                                                                                           \
-        const matrix_level own = {{widen_f16_##level, narrow_f16_##level, narrow_bf16_##level}, \
-                                  spread_##level};                                              \
-        loop(context, begin, end, own);                                                         \
+#define VARIANT(target, loop, level)                                             \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end) \
+    {                                                                            \
+        const matrix_level own = {HALVES_OF(level), spread_##level};             \
+        loop(context, begin, end, own);                                          \
     }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -311,11 +310,29 @@ CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, 
     }
 }
 
+/* A byte becomes two indices of 32 bits. Permutations read bits 0 to 2 of each, and bit 3 chooses between
+ * the halves of the table; the bits above do not count. */
+CPU_AVX2 HR_INLINE void spread_floats_avx2(float *out, const uint8_t *codes, int64_t steps,
+                                           const float *table)
+{
+    const __m256 first = _mm256_loadu_ps(table), second = _mm256_loadu_ps(table + 8);
+    for (int64_t i = 0; i < steps * STEP; i += 4, out += 8) {
+        int32_t four;
+        memcpy(&four, codes + i, sizeof four);
+        const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+        const __m256i index =
+            _mm256_or_si256(_mm256_srli_epi64(bytes, 4), _mm256_slli_epi64(bytes, 32));
+        _mm256_storeu_ps(out, _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, index),
+                                               _mm256_permutevar8x32_ps(second, index),
+                                               _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))));
+    }
+}
+
 CPU_AVX2 HR_INLINE void spread_avx2(void *out, const uint8_t *codes, int64_t steps,
                                     const void *table, hr_dtype dtype)
 {
     if (dtype == HR_F32)
-        spread_baseline(out, codes, steps, table, HR_F32);
+        spread_floats_avx2((float *)out, codes, steps, (const float *)table);
     else
         spread_halves_avx2((uint16_t *)out, codes, steps, table);
 }

@@ -42,20 +42,25 @@ class Kind:
             that are the same wherever their name occurs.
         dtypes: those that it may have; none stands for that of the first tensor.
         where: the argument without which a result has the second of the shapes, or no elements.
+        bit: that this argument must have, if it is a sum of bits; 0: it is a flag.
     """
 
     shapes: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ()
     where: str = ""
+    bit: int = 0
 
     def is_absent(self, given: Given) -> bool:
         """Returns whether a result of a call has no elements, because it is not asked for."""
-        return bool(self.where) and not _is_given(given[self.where]) and len(self.shapes) == 1
+        if not self.where or len(self.shapes) != 1:
+            return False
+        asked = given[self.where]
+        return not (asked & self.bit if self.bit else _is_given(asked))
 
 
-def kind(*shapes: str, dtypes: tuple[torch.dtype, ...] = (), where: str = "") -> Kind:
+def kind(*shapes: str, dtypes: tuple[torch.dtype, ...] = (), where: str = "", bit: int = 0) -> Kind:
     """Returns a :class:`Kind` of these shapes."""
-    return Kind(shapes, dtypes, where)
+    return Kind(shapes, dtypes, where, bit)
 
 
 MATRIX = kind("rows cols")
@@ -229,6 +234,10 @@ class Gradient:
                 "the gradient over the logits; use inplace_backward=False"
             )
         incoming = {f"d{name}": grads[name] for name in self._incoming}
+        if incoming[self._required] is None and not self._alone:
+            # A gradient of other results alone: that of the first is 0.
+            some = next((grad for grad in incoming.values() if grad is not None), None)
+            incoming[self._required] = None if some is None else some.new_zeros(())
         if incoming[self._required] is None:
             passed = ((incoming[grad], names) for grad, names in self._alone.items())
             return {name: grad for grad, names in passed for name in names}

@@ -1,7 +1,9 @@
 """Reads the command line, runs one subcommand, and turns its errors into an exit code.
 
 A subcommand is a module with ``HELP`` (a line), ``add_arguments(parser)`` and ``run(options)``,
-which returns an exit code and, for ``--json``, prints one JSON object.
+which returns an exit code and, for ``--json``, prints one JSON object; or it returns a function
+that returns the code, whose errors are those of a user's program and pass through. A module without
+``--json`` says ``HAS_JSON = False``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .output import print_json
 
 __all__ = ["COMMANDS", "EXIT_CODES", "main", "make_parser"]
 
-COMMANDS = ("plan", "fit", "report", "diff", "convert", "doctor")
+COMMANDS = ("plan", "fit", "run", "report", "diff", "convert", "doctor")
 EXIT_CODES = {
     0: "done; for a question such as `fit`, the answer is yes",
     1: "failed, or the answer is no; the reason is on standard error or in the output",
@@ -45,7 +47,9 @@ def make_parser(prog: str = "headroom") -> argparse.ArgumentParser:
         module = import_module(f".{name}", __package__)
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         module.add_arguments(command)
-        if not any("--json" in action.option_strings for action in command._actions):
+        if not getattr(module, "HAS_JSON", True):
+            command.set_defaults(json=False)
+        elif not any("--json" in action.option_strings for action in command._actions):
             command.add_argument("--json", action="store_true", help="print one JSON object")
         named = {one.dest: one.option_strings[-1] for one in command._actions if one.option_strings}
         command.set_defaults(run=module.run, options=named)
@@ -75,9 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"there is no argument {unknown[0]!r}; see {name} --help")
         code = options.run(options)
         sys.stdout.flush()
-        return code
     except ArgumentError as error:
-        _say(name, str(error), error, "--json" in words)
+        _say(name, str(error), error, "--json" in words and words[0] != "run")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
@@ -93,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, (ValueError, TypeError)) and text.startswith("--"):
             raise SystemExit(2) from None
         return 1
+    return code() if callable(code) else code
 
 
 def _reason(error: BaseException, options: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._core.atomic import replacing
-from ..state.convert import LIBRARIES, convert_state
+from ..state.convert import LIBRARIES, RULES, convert_state
 from ..state.file import is_state_file
 from ..state.load import load_state
 from ..state.save import save_state
@@ -30,6 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     library: dict[str, Any] = {"choices": LIBRARIES, "metavar": "LIBRARY"}
     command.add_argument("--to", required=True, help=f"one of {', '.join(LIBRARIES)}", **library)
     command.add_argument("--from", dest="from_", help="IN's library, if not recognized", **library)
+    command.add_argument("--rule", choices=RULES, help="what IN is the state of, if not recognized")
     command.add_argument("--key", help="the state's place in IN: 'optimizer', 'a.b'")
     command.add_argument("--param-dtype", choices=DTYPES, help="dtype of the parameters")
     command.add_argument("--block-size", type=count(1), help="elements per scale of 8-bit moments")
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         source,
         options.to,
         from_=options.from_,
+        rule=options.rule,
         param_dtype=DTYPES.get(options.param_dtype),
         block_size=options.block_size,
         min_8bit_size=options.min_8bit_size,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.option_values import value_of
 from ..nn.steps import LEVELS
 from ..planning import sources
 from ..step.trees import mapped
@@ -218,7 +219,7 @@ def _optimizer(text: str, options: list[str]) -> Any:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise ArgumentError(f"--option is {option!r}, wanted NAME=VALUE")
-        values[name] = _value(value)
+        values[name] = value_of(value)
     if text == "none":
         return None
     if ":" in text:
@@ -243,16 +244,3 @@ def _optimizer(text: str, options: list[str]) -> Any:
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"--option is refused by {text}: {error}") from error
     return partial(found, **values)
-
-
-def _value(text: str) -> Any:
-    """Returns a number, a truth value, a dtype, or else the text."""
-    words = {"true": True, "false": False, "none": None} | DTYPES
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

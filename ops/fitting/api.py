@@ -39,6 +39,7 @@ def fit(
     amp: torch.dtype | None = None,
     scaler: Any = None,
     max_grad_norm: float | None = None,
+    prefetch: bool = False,
     allow: Sequence[str] = (),
     margin: float | None = None,
     ladder: Any = None,
@@ -67,9 +68,9 @@ def fit(
             what blocks keep for their backward pass, in the arena of the process. What leaves the
             device is copied in every step, and changes no result. None: nothing leaves it.
         optimizer: of the model's parameters, or a function that makes one from a list of them,
-            such as a class. Adam and AdamW may be replaced, with all options of each group; then
-            :attr:`Fitted.optimizer` is another one, and schedulers are to be made of that. None:
-            :class:`torch.optim.AdamW`.
+            such as a class. Adam, AdamW, Lion, and SGD with momentum may be replaced, with all
+            options of each group; then :attr:`Fitted.optimizer` is another one, and schedulers are
+            to be made of that. None: :class:`torch.optim.AdamW`.
         loss, forward: how the loss is computed, as in :func:`headroom.plan`: a mean over samples,
             or over labels that are not -100, for which micro-batches are weighed. Give a batch with
             such labels if there will be any: it shows which.
@@ -77,6 +78,8 @@ def fit(
         amp: a dtype to run the forward pass and the loss in, under :class:`torch.autocast`.
         scaler: the :class:`torch.amp.GradScaler` of the loop.
         max_grad_norm: gradients are clipped to this norm before the step.
+        prefetch: batches come from a :class:`headroom.data.DevicePrefetcher`, which holds the next
+            one on a GPU meanwhile.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
             rounded for good), "adafactor", and "int8" and "nf4", by which the frozen weights of
@@ -109,7 +112,7 @@ def fit(
     where = None if device is None else torch.device(device)
     step = Step(
         model, optimizer, sample_batch, loss, forward, where, amp, scaler,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=max_grad_norm, prefetch=prefetch,
     )  # fmt: skip
     return fit_step(
         step, budget=budget, target=target, host_budget=host_budget, allow=allow, margin=margin,
@@ -192,7 +195,9 @@ def fit_step(
             bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
             # The batch is held as long as the gradients of its parts may still be compared.
             _step=step.but(
-                optimizer=optimizer, batch=step.batch if applied and agree is None else None
+                optimizer=optimizer,
+                batch=step.batch if applied and agree is None else None,
+                part_of=None,
             ),
             _applied=applied,
             _counts=counts,

@@ -192,6 +192,7 @@ def ladder(
     amp: torch.dtype | None = None,
     scaler: Any = None,
     max_grad_norm: float | None = None,
+    prefetch: bool = False,
     allow: Collection[str] | str = (),
     host_budget: int | str | None = None,
     path: str | os.PathLike[str] | None = None,
@@ -217,7 +218,7 @@ def ladder(
     where = None if device is None else torch.device(device)
     step = Step(
         model, optimizer, sample_batch, loss, forward, where, amp, scaler,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=max_grad_norm, prefetch=prefetch,
     )  # fmt: skip
     room = host_room(host_budget)
     techniques = techniques_of(checked(step), allowed_of(allow), on_host=room is not None)
@@ -253,6 +254,7 @@ def _asked(search: Search) -> dict[str, Any]:
         "scaler": bool(step.scaler),
         "optimizer": repr((type(step.optimizer), options)),
         "max_grad_norm": step.max_grad_norm is not None,
+        "prefetch": step.prefetch,
         "host_budget": techniques.on_host,
         "allow, or before its optimizer had begun to train": (
             list(techniques.optimizers),

@@ -23,6 +23,9 @@ from .linear import linear
 from .linear_quantized import linear_quantized
 from .lora import lora_linear, lora_norms
 from .momentum import lion_, sgd_
+from .muon_momentum import muon_momentum8bit_, muon_momentum_
+from .muon_update import muon_update_
+from .newton_schulz import newton_schulz_, newton_schulz_workspace
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
 from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
@@ -52,6 +55,11 @@ __all__ = [
     "lion_",
     "lora_linear",
     "lora_norms",
+    "muon_momentum8bit_",
+    "muon_momentum_",
+    "muon_update_",
+    "newton_schulz_",
+    "newton_schulz_workspace",
     "quantize_blocks",
     "quantize_matrix",
     "rms_norm",

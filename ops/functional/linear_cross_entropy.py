@@ -34,6 +34,8 @@ RESULTS = {
     "entropy": 32,
     "argmax": 64,
     "rank": 128,
+    "mean_logit": 256,
+    "log_sum_sq_probs": 512,
 }
 PART = ("lse", "lse_low", "target_logit", "weighted")  # that the loss over several parts needs
 HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
@@ -96,7 +98,7 @@ def call(
 
     A scalar loss carries a gradient; if the gradients that are needed are ``wanted``, they are
     computed now, else in the backward pass. The losses of rows always do the latter, for which
-    ``results`` must have ``lse`` and ``lse_low``.
+    ``results`` must have ``lse`` and ``lse_low``; their entropies carry a gradient too.
 
     Args:
         options: all other numbers.
@@ -130,8 +132,10 @@ def gradients(
 
     The other tensors are those of :func:`call`, and of its results ``factors``, or None, ``lse``
     and ``lse_low``, which may be those of all parts of the classes, of which ``weight`` holds one.
+    ``dentropy``, if given, is the gradient of the rows' ``entropy``, which is then a result too.
     """
     numbers = options.numbers(tensors["hidden"])
+    tensors = {"entropy": None, "dentropy": None} | tensors
     own, described = of_weight(weight)
     return _backward(**tensors, **own, **described, **numbers, wanted=wanted)
 
@@ -175,6 +179,8 @@ _KINDS = {
     "factors": kind("2", dtypes=FLOAT32),
     "lse": _ROW,
     "lse_low": _ROW,
+    "entropy": kind("rows", dtypes=FLOAT32, where="results", bit=RESULTS["entropy"]),
+    "dentropy": kind("rows", "", dtypes=FLOAT32),
     "weight_grad": kind("classes cols", dtypes=(torch.float32, torch.bfloat16)),
     "bias_grad": kind("classes", dtypes=(torch.float32, torch.bfloat16)),
 }
@@ -272,7 +278,8 @@ def _saved(given: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Te
     both = RESULTS["lse"] | RESULTS["lse_low"]
     is_there = given["results"] & both == both
     require(is_there, "a loss of rows needs lse and lse_low for its gradient")
-    return {} if given["reduction"] else {"factors": None}
+    saved = {} if given["reduction"] else {"factors": None}
+    return saved if given["results"] & RESULTS["entropy"] else saved | {"entropy": None}
 
 
 def _scaled(dloss, scale, *grads, **options):

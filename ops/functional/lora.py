@@ -76,8 +76,7 @@ def lora_linear(
     ``headroom.h``.
     """
     check_tensors(x=x, a=a, b=b)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}, wanted a number from 0 to below 1")
+    check_dropout(dropout)
     dtype = autocast_dtype(x.device.type)
     if dtype is not None:
         x, bias = cast(dtype, x, bias)
@@ -86,7 +85,7 @@ def lora_linear(
             "weight requires grad, but gets no gradient beside adapters; freeze it with "
             "requires_grad_(False), or use torch.nn.functional.linear"
         )
-    codes, scales, shape, layout = _parts(weight)
+    codes, scales, shape, layout = parts_of(weight)
     if scales is None and dtype is not None:
         (codes,) = cast(dtype, codes)
     require(
@@ -100,7 +99,7 @@ def lora_linear(
         bias,
         a,
         b,
-        _seed(seed, x.device) if dropout else None,
+        seed_of(seed, x.device) if dropout else None,
         shape[0],
         *layout,
         scale,
@@ -135,7 +134,7 @@ def lora_norms(
     The formula is documented at ``hr_lora_norms`` in ``headroom.h``.
     """
     check_tensors(a=a, b=b)
-    codes, scales, shape, layout = _parts(weight)
+    codes, scales, shape, layout = parts_of(weight)
     for name, adapter, k in (("a", a, 1), ("b", b, 0)):
         require(
             adapter.dim() == 2 and adapter.shape[k] == shape[k],
@@ -147,7 +146,13 @@ def lora_norms(
     )
 
 
-def _parts(
+def check_dropout(p: float) -> None:
+    """Raises where the probability with which elements are dropped is not from 0 to below 1."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout is {p}, wanted a number from 0 to below 1")
+
+
+def parts_of(
     weight: Tensor | QuantizedMatrix,
 ) -> tuple[Tensor, Tensor | None, tuple[int, ...], tuple[int, int, bool]]:
     """Returns the codes, or the dense weight; the scales; the shape of the matrix; and how codes
@@ -159,7 +164,8 @@ def _parts(
     return weight, None, tuple(weight.shape), (_DENSE, 0, False)
 
 
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """Returns the seed of a call as a tensor: one that is drawn, for None."""
     if seed is None:
         return torch.randint(2**62, (), device=device)
     if isinstance(seed, Tensor):

@@ -61,10 +61,11 @@ def of_few_bits(*matrices: QuantizedMatrix | None) -> dict[str, Any]:
     }
 
 
-# ---- What is kept: mlp_kept() and mlp_reads_x() in capi/nn/mlp_plan.c -------------------------
+# ---- What is kept: mlpkept_for() and mlp_reads_x() in capi/nn/mlp_plan.c -------------------------
 
 
-def _kept(save: int, wanted: int) -> dict[str, bool]:
+def kept_for(save: int, wanted: int) -> dict[str, bool]:
+    """Returns whether each buffer is kept for the gradients that are wanted, and x."""
     through, down = bool(wanted & THROUGH), bool(wanted & DOWN)
     gates = through and save != SAVES["input"]
     kept = {
@@ -145,7 +146,7 @@ def _matrices(**given: Any) -> tuple[Any, ...]:
 def _results(x, norm, save, wanted, **given):
     (width, _), up, (hidden, features) = _matrices(x=x, **given)
     tokens, gated = prod(x.shape[:-1]), up is not None or width != features
-    kept = _kept(save, wanted)
+    kept = kept_for(save, wanted)
 
     def rows(name: str, cols: int) -> Tensor:
         return x.new_empty((tokens, cols) if kept[name] else (0,))
@@ -213,7 +214,7 @@ def _backward_flops(dy, gradients, **rest) -> int:
 
 
 def _saved(given: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    return {} if _kept(given["save"], given["wanted"])["x"] else {"x": None}
+    return {} if kept_for(given["save"], given["wanted"])["x"] else {"x": None}
 
 
 row_op(

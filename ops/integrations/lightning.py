@@ -94,6 +94,12 @@ class FitCallback(FitsLoop, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fits the model, if nothing has; the Trainer has made and loaded everything."""
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])
+        others = [each for each in callbacks if isinstance(each, FitCallback) and each is not self]
+        for each in others:
+            if self.fitted is None and each.fitted is not None:
+                # The program has one, and the environment asks for one: they are the same.
+                self.__dict__ = each.__dict__
         if self.fitted is None:
             _check(trainer, pl_module, len(trainer.optimizers))
             self.fit(trainer, pl_module, trainer.optimizers[0], late=True)

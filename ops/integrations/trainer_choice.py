@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..fitting import Fitted
 from ..patching.losses import has_fused_loss
-from ..step.micro_batches import samples_of
+from ..step.micro_batches import bytes_of, samples_of
+from ..step.packed import chosen, ends_of
+from ..step.trees import mapped
 from .loops import OPTIMIZER_STAYS, batches_planned, optimizer_of_choice, weights_of_choice
 from .trainer_loss import fuse_loss
 from .trainer_step import batch_of_loader, loss_can_be_fused
 
-__all__ = ["apply", "check", "choice_of_checkpoint", "possible"]
+__all__ = ["apply", "check", "choice_of_checkpoint", "possible", "smaller_rows"]
 
 STATE = "trainer_state.json"
 # The Trainer steps its optimizer itself, after it has taken the norm of all gradients.
@@ -88,19 +92,55 @@ def cuts_of(trainer: Any, *, who: str) -> list[int]:
 
 def _loader_follows(trainer: Any, parts: int, *, who: str) -> bool:
     """Returns whether a loader of the user's own has smaller batches where the Trainer's are."""
+    found = []
+    for count in (1, parts):
+        with _divided(trainer, count):
+            batch = batch_of_loader(trainer, who=who)
+        if not isinstance(batch, Mapping):  # of which the Trainer makes batches of its own size
+            return False
+        found.append(samples_of(batch) or 0)
+    return found[0] == parts * found[1]
+
+
+@contextmanager
+def _divided(trainer: Any, count: int) -> Iterator[None]:
+    """Lets a Trainer make loaders of batches of a part of their size while it lasts."""
     args, before = trainer.args, trainer._train_batch_size
     size = args.per_device_train_batch_size
-    found = []
-    for each in (size, size // parts):
-        try:
-            args.per_device_train_batch_size = trainer._train_batch_size = each
-            batch = batch_of_loader(trainer, who=who)
-            if not isinstance(batch, Mapping):  # of which the Trainer makes batches of its own size
-                return False
-            found.append(samples_of(batch) or 0)
-        finally:
-            args.per_device_train_batch_size, trainer._train_batch_size = size, before
-    return found[0] == parts * found[1]
+    args.per_device_train_batch_size = trainer._train_batch_size = size // count
+    try:
+        yield
+    finally:
+        args.per_device_train_batch_size, trainer._train_batch_size = size, before
+
+
+def smaller_rows(
+    trainer: Any, batch: Any, counts: Iterable[int], *, is_given: bool, who: str
+) -> dict[int, Any]:
+    """Returns the largest batches that the loader yields where the size of its batches is divided
+    by each of ``counts``, if it packs its samples into one row: parts of that row would have even
+    numbers of tokens, and its own smaller rows have even numbers of samples.
+
+    Args:
+        batch: of the loader.
+        is_given: whether it is the user's, who knows it to be the largest: its own samples are
+            divided then, if each is one sequence.
+    """
+    ends = ends_of(batch)
+    if ends is None:
+        return {}
+    found = {}
+    for count in counts:
+        if count == 1:
+            continue
+        if not is_given:
+            with _divided(trainer, count):
+                found[count] = batch_of_loader(trainer, who=who)
+        elif len(ends) - 1 == trainer.args.per_device_train_batch_size:
+            size = (len(ends) - 1) // count
+            rows = (chosen(batch, ends, [*range(k * size, (k + 1) * size)]) for k in range(count))
+            found[count] = mapped(max(rows, key=bytes_of), torch.clone)  # as large as it is alone
+    return found
 
 
 def apply(trainer: Any, fitted: Fitted, *, late: bool) -> None:

@@ -34,7 +34,7 @@ except ImportError as error:
         "headroom.integrations.transformers needs the package transformers"
     ) from error
 
-from .trainer_choice import apply, check, choice_of_checkpoint, possible
+from .trainer_choice import apply, check, choice_of_checkpoint, possible, smaller_rows
 from .trainer_step import (
     TrainerLoss,
     batch_of_loader,
@@ -72,7 +72,10 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
 
     _trains = False
     _step: Step | None = None  # of the Trainer, without its batch
-    _batch: Any = None  # that was planned, as the loader yielded it, until the warm-up
+    # What was planned, as the loader yielded it, until the warm-up: its batch, and the rows that it
+    # will yield instead, by the parts that batches are divided into.
+    _batch: Any = None
+    _rows: Mapping[int, Any] = {}
     _parts = 1  # that batches of the loader were divided into
 
     def state(self) -> dict[str, Any]:
@@ -147,7 +150,9 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         if self._batch is None:
             return
         assert self._step is not None
-        given, self._batch = largest_part(self._batch, self._parts), None
+        row = self._rows.get(self._parts)
+        given = largest_part(self._batch, self._parts) if row is None else row
+        self._batch, self._rows = None, {}
         model, before = self._step.model, ModelBefore(self._step.model)
         with before:
             before.keep(model.parameters())
@@ -219,6 +224,12 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         )
         self._step = step.but(batch=None)  # which is on the device
 
+        def part_of(count: int) -> Any:
+            row = self._rows.get(count // steps)
+            if row is None:
+                return largest_part(batch, count)
+            return inputs_of(trainer, row, who=WHO), batch[1]
+
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:
             with together():
                 # The run that made a choice has looked whether the losses of its batches add up.
@@ -227,8 +238,12 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
                     rules = (rule_of_trainer(trainer, batch),)
                     adds_up = rule_of_parts(step, rules, steps) is not None
                 only = possible(trainer, kept, late=late, adds_up=adds_up, who=WHO)
+                cuts = [n // steps for n in only["micro_batches"]]
+                self._rows = smaller_rows(
+                    trainer, self._batch, cuts, is_given=given is not None, who=WHO
+                )
             found = fit_in_loop(
-                step.but(optimizer=optimizer),
+                step.but(optimizer=optimizer, part_of=part_of if self._rows else None),
                 budget=self.budget,
                 host_budget=self.host_budget,
                 extra=self.extra,

@@ -72,7 +72,12 @@ def step_of(trainer: Any, inputs: dict[str, Any]) -> Batch:
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not counts or not isinstance(inputs.get("labels"), Tensor):
         return inputs, None
-    return inputs, inputs["labels"].ne(-100).sum()
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs["labels"]
+        if getattr(trainer, "_loss_shifts_labels", False):  # nothing predicts the first of a row
+            labels = labels[..., 1:]
+    return inputs, labels.ne(-100).sum()
 
 
 def rule_of_trainer(trainer: Any, batch: Batch) -> str:

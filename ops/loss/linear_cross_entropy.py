@@ -18,9 +18,13 @@ from ..functional.quantize_matrix import QuantizedMatrix
 from .inputs import check_names, token_factors, whole_layer
 
 _backward_ = by_name("linear_cross_entropy_backward_")
-STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
+STATS = (
+    *("lse", "target_logit", "entropy", "argmax", "rank", "accuracy"),
+    *("is_top1", "mean_logit", "log_sum_sq_probs"),
+)
 # The results of rows that they are made of.
-_OF_ROWS = {name: name for name in STATS} | {"accuracy": "argmax"}
+_OF_ROWS = {name: name for name in STATS} | {"accuracy": "argmax", "is_top1": "argmax"}
+_ENTROPY = 3 + list(ops.RESULTS).index("entropy")  # among what a call returns
 
 
 def linear_cross_entropy(
@@ -104,11 +108,14 @@ def linear_cross_entropy(
         check_target: on CUDA, waits for the device to look at the targets, and raises as on the CPU
             if one is no class. For a search for the bad label: the wait costs time in every step,
             and the capture of a CUDA graph, which cannot wait, is refused.
-        stats: names of further results, none of which has a gradient: "lse", "target_logit",
-            "entropy", "argmax", "rank" (how many classes have a larger logit than the target:
-            ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and
-            "accuracy", the share of rows that count whose largest logit is the target's, and NaN if
-            none counts. "rank" needs "tokens".
+        stats: names of further results of each row: "lse", "target_logit", "entropy", "mean_logit"
+            (over the classes), "log_sum_sq_probs" (the logarithm of the sum of their squared
+            probabilities), "argmax", "rank" (how many classes have a larger logit than the target:
+            ``rank < k`` is top-k accuracy), "is_top1" (whether the first of the largest logits is
+            the target's), 0, False or -1 where it is ignored; and "accuracy", the share of the rows
+            that count for which that is so, and NaN if none counts. "rank" needs "tokens". The
+            entropy has a gradient with ``reduction="none"`` and ``accumulate_into_grad``, the
+            others have none.
 
     Returns:
         The loss, float32; with ``stats`` also a dict of them.
@@ -219,12 +226,13 @@ def _wanted(hidden: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | Non
 
 
 def _stat(name: str, of_rows: Tensor, target: Tensor, options: ops.Options) -> Tensor:
-    if name != "accuracy":
+    if name not in ("accuracy", "is_top1"):
         return of_rows
     counts = of_rows >= 0
     if options.shift:
         target = torch.cat((target[..., 1:], target[..., :1]), -1)
-    return (counts & (of_rows == target)).sum() / counts.sum()
+    hits = counts & (of_rows == target)
+    return hits if name == "is_top1" else hits.sum() / counts.sum()
 
 
 class _IntoGrad(torch.autograd.Function):
@@ -265,15 +273,17 @@ class _IntoGrad(torch.autograd.Function):
         found = ops.call(weight=weight, **given, **how)
         del given["denominator"]
         given |= tensors | {"factors": found[1], "lse": found[3], "lse_low": found[4]}
+        entropy = found[_ENTROPY] if "entropy" in how["results"] else None
+        given |= {"entropy": entropy}
         ctx.save_for_backward(*given.values())
         # What is saved may be unpacked as another tensor, which has no .grad that anyone reads.
         ctx.leaves, ctx.names, ctx.options = leaves, tuple(given), how["options"]
-        ctx.mark_non_differentiable(*found[1:])
+        ctx.mark_non_differentiable(*(x for x in found[1:] if x is not entropy))
         ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor | None, *others: Any) -> tuple:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "accumulate_into_grad adds to .grad, which has no graph for a second derivative; "
@@ -281,14 +291,18 @@ class _IntoGrad(torch.autograd.Function):
             )
         given = dict(zip(ctx.names, ctx.saved_tensors))
         wants_hidden = ctx.needs_input_grad[1]
+        dentropy = others[_ENTROPY - 1]
         if dloss is None:
-            return (None,) * 5
+            if dentropy is None:
+                return (None,) * 5
+            dloss = dentropy.new_zeros(())
         grads = [
             _grad_of(leaf) if leaf is not None and leaf.requires_grad else None
             for leaf in ctx.leaves
         ]
         found = _backward_(
             dloss=dloss,
+            dentropy=dentropy,
             weight_grad=grads[0],
             bias_grad=grads[1],
             want_hidden=wants_hidden,

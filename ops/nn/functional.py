@@ -11,8 +11,9 @@ from ..functional.gemm import matmul_precision
 from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, of_few_bits, wanted_gradients
 from ..functional.norm import CASTINGS
 from ..functional.quantize_matrix import QuantizedMatrix
+from .mlp_lora import Factor, LowRank, Numbers, mlp_lora
 
-__all__ = ["mlp_block"]
+__all__ = ["LowRank", "mlp_block"]
 
 
 def mlp_block(
@@ -26,6 +27,9 @@ def mlp_block(
     gate_up_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_adapter: LowRank | None = None,
+    up_adapter: LowRank | None = None,
+    down_adapter: LowRank | None = None,
     norm: str = "rms",
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -56,6 +60,9 @@ def mlp_block(
         norm_bias: ``[hidden]``, with ``norm="layer"``.
         gate_up_bias, up_bias, down_bias: added to the products: as long as their matrices have
             rows.
+        gate_up_adapter, up_adapter, down_adapter: what is added to a matrix, which is then frozen,
+            as all of them must be. Matrices may then be some dense and some of few bits, in any
+            formats.
         norm: "rms" or "layer".
         eps: of the norm: added to the mean of squares, or to the variance.
         offset: added to ``norm_weight``; 1.0 for Gemma.
@@ -69,7 +76,13 @@ def mlp_block(
             "input" keeps nothing, and the first product is computed again as well. Weights without
             ``requires_grad`` get no gradient, and what only that would need is not kept.
         tile_tokens: how many tokens are taken at a time; 0: about 4,096, or all of them where that
-            takes no more memory.
+            takes no more memory. With adapters 0 is 512 on the CPU and 4,096 elsewhere, and what is
+            dropped depends on it: tile number k counts its rows from 0, with the seed plus k.
+
+    With adapters the steps are those of :func:`headroom.functional.lora_linear` and the other ops,
+    with their roundings: gradients are those of these ops one after another, and ``x`` is added to
+    the rounded product. Per token and adapter, ``rank`` values are kept besides: at "input" those
+    of ``down`` alone. torch.compile and torch.func get the ops, and decide what is kept.
 
     Under autocast ``x`` and the matrices are cast to its dtype, as in
     ``torch.nn.functional.linear``, and so is the result; the norm's weights stay as they are.
@@ -85,6 +98,25 @@ def mlp_block(
     """
     check_tensors(x=x)
     check_flags(residual=residual)
+    if casting is None:
+        casting = "llama" if norm == "rms" else "once"
+    numbers = Numbers(
+        _number("norm", norm, NORMS),
+        _number("casting", casting, CASTINGS),
+        eps,
+        offset,
+        _number("activation", activation, ACTIVATIONS),
+        residual,
+        tile_tokens,
+        _number("save", save, SAVES),
+    )
+    if not (gate_up_adapter is up_adapter is down_adapter is None):
+        gate_up = Factor(gate_up_weight, gate_up_bias, gate_up_adapter)
+        up = None if up_weight is None else Factor(up_weight, up_bias, up_adapter)
+        if up is None and not (up_bias is up_adapter is None):
+            raise RuntimeError("up_bias or up_adapter is given, but up_weight is not")
+        down = Factor(down_weight, down_bias, down_adapter)
+        return mlp_lora(x, norm_weight, norm_bias, (gate_up, up, down), numbers)
     matrices = (gate_up_weight, up_weight, down_weight)
     are_few_bits = any(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
     if not are_few_bits:
@@ -93,8 +125,6 @@ def mlp_block(
     for name, matrix in zip(("gate_up_weight", "up_weight", "down_weight"), few_bits):
         if not isinstance(matrix, QuantizedMatrix) and (matrix is not None or name != "up_weight"):
             raise TypeError(f"{name} is a {type(matrix).__name__}, but another is of few bits")
-    if casting is None:
-        casting = "llama" if norm == "rms" else "once"
     x, *others = autocast(x, *dense, gate_up_bias, up_bias, down_bias)
     tensors = x, norm_weight, norm_bias, *others
     # A tensor of one level of torch.func does not say whether another level differentiates it.
@@ -104,11 +134,11 @@ def mlp_block(
     return torch.ops.headroom.mlp_block(
         *tensors,
         *codes,
-        _number("norm", norm, NORMS),
-        _number("casting", casting, CASTINGS),
+        numbers.norm,
+        numbers.casting,
         eps,
         offset,
-        _number("activation", activation, ACTIVATIONS),
+        numbers.activation,
         residual,
         tile_tokens,
         features,
@@ -116,7 +146,7 @@ def mlp_block(
         format,
         block_size,
         nested,
-        _number("save", save, SAVES),
+        numbers.save,
         wanted_gradients(needs) if torch.is_grad_enabled() else 0,
         matmul_precision(x.dtype) if x.device.type == "cuda" else 0,
     )[0]

@@ -16,11 +16,11 @@ from .._core.grouping import grouped
 from .._core.rows import autocast_dtype
 from .._core.surroundings import takes_ops
 from ..functional.linear import linear
-from ..functional.lora import lora_linear
 from ..functional.quantize_matrix import QuantizedMatrix
 from .dora import Magnitude, dora_linear, row_factors, row_norms, scale_columns
-from .fused import is_known, known
+from .fused import bias_of, frozen_matrix, is_known, known, readers
 from .linear import Linear
+from .mlp_lora import Factor, LowRank, times
 from .quantized import QuantizedLinear
 from .switched import Switched
 
@@ -235,16 +235,24 @@ class LoRALinear(LoRALayer):
             return self._with_lengths(input, names[0])
         for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
-            a, b, scale = self._joined(names)
-            if y is None and (weight := readable_matrix(self.base_layer, input, a, b)) is not None:
-                bias = None if self.bias is None else self.bias.to(input.dtype)
-                y = lora_linear(input, weight, bias, a, b, scale=scale, dropout=dropout)
+            if y is None and (read := self.factor(input, names, dropout)) is not None:
+                y = times(input, read)
                 continue
+            a, b, scale = self._joined(names)
             y = self.base_layer(input) if y is None else y
             x = F.dropout(input, dropout) if dropout else input
             t = linear(x, a.to(x.dtype)) * scale
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
         return self.base_layer(input) if y is None else y
+
+    def factor(self, x: Tensor, names: list[str], dropout: float) -> Factor | None:
+        """Returns the matrix and the bias of the base beside the sum of some adapters, if a call of
+        the base does no more than multiply with them; else None."""
+        a, b, scale = self._joined(names)
+        weight = readable_matrix(self.base_layer, x, a, b)
+        if weight is None:
+            return None
+        return Factor(weight, bias_of(self, x), LowRank(a, b, scale, dropout))
 
     def _with_lengths(self, input: Tensor, name: str) -> Tensor:
         """Returns the result with an adapter that has DoRA."""
@@ -345,7 +353,18 @@ class LoRAEmbedding(LoRALayer):
         return self.lora_embedding_A, self.lora_embedding_B
 
 
+def _read(layer: LoRALinear, x: Tensor) -> Factor | None:
+    """Returns the matrix, the bias and the adapter of a layer, or None where these are not all that
+    it computes."""
+    groups = [*grouped(layer.added, layer._dropout).items()]
+    if len(groups) != 1 or layer.adapters[layer.added[0]].dora:
+        return None
+    ((dropout, names),) = groups
+    return layer.factor(x, names, dropout)
+
+
 known.add(LoRALinear)
+readers[LoRALinear] = _read
 
 
 def joined(adapters: list[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor, float]:
@@ -389,16 +408,9 @@ def readable_matrix(
     """Returns the matrix of the base of an adapter, if ``lora_linear`` may take the place of a call
     of it; None where the base does more, is trained, or has another dtype."""
     lowered = autocast_dtype(x.device.type)
-    if not is_known(base) or not all(map(takes_ops, (x, a, b))):
+    if not takes_ops(a) or not takes_ops(b) or a.dtype != b.dtype:
         return None
-    if a.dtype != b.dtype or a.dtype not in (torch.float32, lowered or x.dtype):
-        return None
-    if isinstance(base, QuantizedLinear):
-        return base.matrix
-    if type(base) not in (nn.Linear, Linear) or not takes_ops(base.weight):
-        return None
-    fits = lowered is not None or base.weight.dtype == x.dtype
-    return base.weight if fits and not base.weight.requires_grad else None
+    return frozen_matrix(base, x) if a.dtype in (torch.float32, lowered or x.dtype) else None
 
 
 def features_of(layer: Any) -> tuple[int, int]:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..param_states.memory import state_memory
+from ..param_states.paging import planned_paging
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
-from .memory import state_memory
-from .paging import planned_paging
+from .momentum import SGD, Lion
+from .momentum8bit import Lion8bit, SGD8bit
 
-_DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
-_COUPLED = (torch.optim.Adam, Adam, Adam8bit)
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_CLASSES: dict[tuple[str, bool], Any] = {
-    ("headroom", True): AdamW,
-    ("headroom", False): Adam,
-    ("8bit", True): AdamW8bit,
-    ("8bit", False): Adam8bit,
-}
+# The classes of a rule: those of Headroom by kind, and torch's.
+_RULES: list[tuple[dict[str, Any], Any]] = [
+    ({"headroom": AdamW, "8bit": AdamW8bit, "adafactor": Adafactor}, torch.optim.AdamW),
+    ({"headroom": Adam, "8bit": Adam8bit, "adafactor": Adafactor}, torch.optim.Adam),
+    ({"headroom": SGD, "8bit": SGD8bit}, torch.optim.SGD),
+    ({"headroom": Lion, "8bit": Lion8bit}, None),
+]
 
 
 def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer, or what the function makes of the model's parameters.
+    """Returns the optimizer, or what the function makes of the model's parameters, or Muon of the
+    model.
 
     Raises:
         TypeError: it is neither.
@@ -40,16 +42,23 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
                 f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer or a "
                 "function that makes one from parameters, such as its class"
             )
-        params = [p for p in model.parameters() if p.requires_grad]
-        if not params:
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: nothing is trained")
-        optimizer = optimizer(params)
+        optimizer = made_of(optimizer, model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
             )
     check_parameters(optimizer, model)
     return optimizer
+
+
+def made_of(make: Callable[[Any], Any], model: nn.Module) -> Any:
+    """Returns what a function makes of the parameters of a model that are trained, or Muon of the
+    model: parameters alone do not say which are hidden matrices."""
+    if getattr(getattr(make, "func", make), "takes_model", False):
+        return make(model)
+    return make([p for p in model.parameters() if p.requires_grad])
 
 
 def check_parameters(optimizer: Any, model: nn.Module) -> None:
@@ -82,11 +91,33 @@ def can_offload(optimizer: torch.optim.Optimizer) -> bool:
         return False
 
 
+def counterparts(cls: type) -> dict[str, Any]:
+    """Returns the classes of Headroom's optimizers of the same rule as a class, and Adafactor in
+    the place of Adam and AdamW: by kind, "headroom", "8bit" and "adafactor".
+
+    Empty for other classes.
+    """
+    for classes, torchs in _RULES:
+        if cls in (classes["headroom"], classes["8bit"], torchs):
+            return classes
+    return {}
+
+
+def counterparts_named(name: str) -> dict[str, Any]:
+    """Returns the :func:`counterparts` of a class of any library, by its name."""
+    for classes, _ in _RULES:
+        if name in (classes["headroom"].__name__, classes["8bit"].__name__):
+            return classes
+    return {}
+
+
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why no other optimizer may take the place of this one, or None."""
     kind = type(optimizer)
-    if kind not in (*_DECOUPLED, *_COUPLED):
-        return f"{kind.__name__} has no counterpart: only Adam and AdamW have"
+    if not counterparts(kind):
+        return f"{kind.__name__} has no counterpart: only Adam, AdamW, SGD and Lion have"
+    if not any(group.get("momentum", 1) for group in optimizer.param_groups):
+        return f"{kind.__name__} without momentum has no state"
     if optimizer.state:
         return "the optimizer has state already: training has begun"
     if any("initial_lr" in group for group in optimizer.param_groups) or hasattr(
@@ -109,13 +140,12 @@ def replacement(
     """Returns an optimizer of the same parameters, in the same groups with the same options.
 
     Args:
-        given: an Adam or AdamW, of torch or Headroom.
-        kind: "headroom", "8bit" or "adafactor". Adafactor has no ``betas`` and ``eps`` of Adam; its
+        given: one of torch or Headroom that has :func:`counterparts`.
+        kind: one of theirs. Adafactor has no ``betas`` and ``eps`` of Adam; its
             ``lr`` bounds the root mean square of a step, which is about what it is in Adam.
         master: how the bits that 16-bit weights lack are kept.
     """
-    decoupled = type(given) in _DECOUPLED
-    cls = Adafactor if kind == "adafactor" else _CLASSES[kind, decoupled]
+    cls = counterparts(type(given))[kind]
     fixed: dict[str, Any] = {} if master is None else {"master": master}
     if cls is Adafactor:
         fixed |= {"semantics": "hf", "scale_parameter": False, "relative_step": False}

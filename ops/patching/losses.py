@@ -206,7 +206,7 @@ def _body_forward(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
             f"headroom.patch: loss= and its options do nothing in this training: the body of "
             f"{model} is called past the forward that was patched. TRL's trainers, for one, set a "
             "forward of their own, with a loss that makes no logits either: patch without loss=, "
-            "or train with transformers' Trainer",
+            "and call headroom.integrations.trl.register() for Headroom's",
             stacklevel=2,
         )
     return type(self).forward(self, *args, **kwargs)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from .._core.recompute import inside_checkpoint
 from ..functional.glu import glu
-from ..functional.linear_quantized import weight_and_bias
 from ..functional.rope import rope
 from ..nn.flash import attend, repeat_heads, takes_groups
 from ..nn.functional import mlp_block
-from ..nn.fused import can_fuse, is_untouched
+from ..nn.fused import can_fuse, is_untouched, weights_of
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run, SaveLevel
 from .attention import pattern_of, varlen_attention
 from .norms import NormRule, norm_forward
@@ -289,19 +288,12 @@ def _fused(
     x: Tensor,
     save: str,
 ) -> Tensor:
-    (first, first_bias), *rest, (last, last_bias) = (
-        weight_and_bias(linear, x.dtype) for linear in (*linears, down)
-    )
-    up, up_bias = rest[0] if rest else (None, None)
+    matrices, options = weights_of(x, *linears, down)
     return mlp_block(
         x,
         norm.weight,
-        first,
-        last,
-        up_weight=up,
-        gate_up_bias=first_bias,
-        up_bias=up_bias,
-        down_bias=last_bias,
+        *matrices,
+        **options,
         norm_bias=None if rule.kind == "RMSNorm" else norm.bias,
         norm="rms" if rule.kind == "RMSNorm" else "layer",
         eps=getattr(norm, rule.eps) if isinstance(rule.eps, str) else rule.eps,

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..functional.lora import lora_linear
 from ..nn.dora import dora_linear
-from ..nn.fused import is_untouched
+from ..nn.fused import bias_of, is_untouched, readers
 from ..nn.lora import joined, readable_matrix
+from ..nn.mlp_lora import Factor, LowRank, times
 from ..nn.quantized import QuantizedLinear
 from .bitsandbytes import matrix_for
 from .changes import Changes
@@ -59,20 +59,38 @@ def peft_forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
     """Takes the place of a layer's ``forward``, which it calls where the op cannot compute it: with
     no adapter or merged ones, several that differ in more than their numbers, and a base or
     adapters that do more."""
-    base, given = layer.base_layer, None
-    if not (args or options or layer.disable_adapters or layer.merged):
-        given = _adapter(layer)
-    if given is None:
+    found = None if args or options else _read(layer, x)
+    if found is None:
         return type(layer).forward(layer, x, *args, **options)
+    factor, magnitude = found
+    if magnitude is None:
+        return times(x, factor)
+    weight, _, one = factor
+    assert one is not None
+    numbers: dict[str, Any] = {"scale": one.scale, "dropout": one.dropout, "fused": True}
+    return dora_linear(layer.base_layer, weight, x, one.a, one.b, magnitude, **numbers)
+
+
+def _read(layer: Any, x: Tensor) -> tuple[Factor, Tensor | None] | None:
+    """Returns the matrix, the bias and the adapter of a layer, and the lengths of DoRA or None;
+    or None where these are not all that it computes."""
+    given = None if layer.disable_adapters or layer.merged else _adapter(layer)
+    if given is None:
+        return None
     a, b, scale, dropout, magnitude = given
+    base = layer.base_layer
     matrix = matrix_for(base, x) or readable_matrix(base, x, a, b)
     if matrix is None:
-        return type(layer).forward(layer, x)
-    if magnitude is not None:
-        numbers: dict[str, Any] = {"scale": scale, "dropout": dropout, "fused": True}
-        return dora_linear(base, matrix, x, a, b, magnitude, **numbers)
-    bias = None if base.bias is None else base.bias.to(x.dtype)
-    return lora_linear(x, matrix, bias, a, b, scale=scale, dropout=dropout)
+        return None
+    return Factor(matrix, bias_of(base, x), LowRank(a, b, scale, dropout)), magnitude
+
+
+def _read_without_lengths(layer: Any, x: Tensor) -> Factor | None:
+    found = _read(layer, x)
+    return None if found is None or found[1] is not None else found[0]
+
+
+readers[peft_forward] = _read_without_lengths
 
 
 def _adapter(layer: Any) -> tuple[Tensor, Tensor, float, float, Tensor | None] | None:

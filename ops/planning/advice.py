@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,8 @@ from .._core.module_copies import copied_modules
 from .._core.sizes import format_bytes
 from ..nn.block import Block
 from ..nn.steps import LEVELS, SaveLevel, levels_for_all, save_level
-from ..optim import Adafactor, AdamW, AdamW8bit
+from ..optim import Adafactor
+from ..optim.replacing import counterparts_named
 from ..patching import patch
 from ..patching.changes import is_patched
 from ..patching.families import find_layers
@@ -124,34 +126,39 @@ def _changes(step: Step) -> Iterator[Change]:
 
 
 def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[Change]:
-    kind = getattr(class_of_optimizer(step.optimizer), "__name__", "")
-    if kind in ("Adam", "AdamW") and not _is_headroom(step.optimizer):
+    classes = _counterparts(step.optimizer)
+    if not classes:
+        return
+    ours, eight_bit = classes["headroom"], classes["8bit"]
+    is_8bit = class_of_optimizer(step.optimizer).__name__ == eight_bit.__name__
+    if not is_8bit and not _is_headroom(step.optimizer):
         yield (
-            "headroom.optim.AdamW",
-            step.but(optimizer=_maker(AdamW, options)),
+            f"headroom.optim.{ours.__name__}",
+            step.but(optimizer=_maker(ours, options)),
             "faster: one pass over the parameters",
             "README, table of optimizers",
-            f"optimizer = headroom.optim.AdamW(model.parameters(){given})",
+            f"optimizer = headroom.optim.{ours.__name__}(model.parameters(){given})",
         )
-    if kind in ("Adam", "AdamW"):
+    if not is_8bit:
         yield (
-            "headroom.optim.AdamW8bit",
-            step.but(optimizer=_maker(AdamW8bit, options)),
+            f"headroom.optim.{eight_bit.__name__}",
+            step.but(optimizer=_maker(eight_bit, options)),
             "no slower: 8-bit states are fewer bytes to move",
             "README, table of optimizers",
-            f"optimizer = headroom.optim.AdamW8bit(model.parameters(){given})",
+            f"optimizer = headroom.optim.{eight_bit.__name__}(model.parameters(){given})",
         )
-        yield (
-            "headroom.optim.Adafactor",
-            step.but(optimizer=_maker(Adafactor, {})),
-            "no slower, but another optimizer: the learning rate is to be found again",
-            "Shazeer and Stern 2018",
-            "optimizer = headroom.optim.Adafactor(model.parameters())",
-        )
+        if "adafactor" in classes:
+            yield (
+                "headroom.optim.Adafactor",
+                step.but(optimizer=_maker(Adafactor, {})),
+                "no slower, but another optimizer: the learning rate is to be found again",
+                "Shazeer and Stern 2018",
+                "optimizer = headroom.optim.Adafactor(model.parameters())",
+            )
     dtypes = {p.dtype for p in step.model.parameters() if p.requires_grad}
-    if kind in ("Adam", "AdamW", "AdamW8bit") and dtypes == {torch.float32} and not step.scaler:
+    if dtypes == {torch.float32} and not step.scaler:
         keep = {key: value for key, value in options.items() if key != "master"}
-        maker = AdamW8bit if kind == "AdamW8bit" else AdamW
+        maker = eight_bit if is_8bit else ours
         yield (
             "parameters in bfloat16 with a 16-bit remainder",
             step.but(
@@ -294,17 +301,26 @@ def _is_headroom(optimizer: Any) -> bool:
     return getattr(class_of_optimizer(optimizer), "__module__", "").startswith("headroom")
 
 
+def _counterparts(optimizer: Any) -> dict[str, Any]:
+    """Returns the counterparts of an optimizer by the name of its class, whose ever it is."""
+    return counterparts_named(getattr(class_of_optimizer(optimizer), "__name__", ""))
+
+
 def _options(optimizer: Any) -> dict[str, Any]:
-    """Returns the options of Adam that differ from the defaults, of the first group."""
+    """Returns the options that differ from the defaults of Headroom's counterpart, of the first
+    group."""
     if not hasattr(optimizer, "param_groups"):
         found = getattr(optimizer, "keywords", {})
     else:
         found = optimizer.param_groups[0]
-    usual = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    classes = _counterparts(optimizer)
+    usual = inspect.signature(classes["headroom"]).parameters if classes else {}
+    names = ("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "nesterov")
     return {
         key: found[key]
-        for key, value in usual.items()
-        if key in found and isinstance(found[key], (int, float, tuple)) and found[key] != value
+        for key in names
+        if key in usual and isinstance(found.get(key), (int, float, tuple))
+        if found[key] != usual[key].default
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .loss import autocast, loss_of
-from .micro_batches import SAMPLES
+from .micro_batches import SAMPLES, largest_part
 
 __all__ = ["Step", "class_of_optimizer", "name_of_optimizer"]
 
@@ -27,6 +27,9 @@ class Step:
         save, checkpoint_every: what blocks keep, or None where that stays as it is.
         accumulation: micro-batches per step, each as large as ``batch``.
         prefetch: whether the next batch is on the device while a step runs.
+        whole: the batch of the loader that ``batch`` is a part of; None: itself.
+        part_of: gives the largest of so many micro-batches, where the loader of a loop makes them;
+            None: they are cut from ``batch``.
         offload: the bytes of the optimizer's state that stay on the device, with those of the ring,
             while the others lie on the host; None: as the optimizer has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
@@ -52,6 +55,8 @@ class Step:
     save: str | None = None
     accumulation: int = 1
     prefetch: bool = False
+    whole: Any = None
+    part_of: Callable[[int], Any] | None = None
     offload: int | None = None
     accumulator: bool = False
     release: bool | int = False
@@ -71,8 +76,12 @@ class Step:
     def copied(self, copy: Callable[[Any], Any]) -> Step:
         """Returns the step with copies of what it is made of; ``copy`` gets all of it at once, so
         that what is shared stays shared."""
-        names = ("model", "optimizer", "batch", "loss", "forward")
+        names = ("model", "optimizer", "batch", "whole", "loss", "forward")
         return replace(self, **copy({name: getattr(self, name) for name in names}))
+
+    def part(self, count: int) -> Any:
+        """Returns the one of ``count`` micro-batches that takes the most memory."""
+        return largest_part(self.batch, count) if self.part_of is None else self.part_of(count)
 
     def loss_of(self, model: nn.Module, batch: Any, *, trains: bool = True) -> Tensor:
         """Returns the loss of a batch, which must require a gradient if ``trains``."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._core.checks import check_count
-from .packed import chosen, ends_of, resized_row, spread
+from .packed import chosen, ends_of, resized_row, spread, tokens_of
 from .trees import mapped, tensors_in
 
 __all__ = [
@@ -66,7 +66,7 @@ def parts(batch: Any, count: int) -> list[Any]:
 
     Tensors whose first dimension is that of the first tensor are cut along it; everything else is
     in every part. A row of packed sequences is cut at their ends, into parts of about as many
-    tokens.
+    tokens, with all tensors ``[1, tokens, ...]`` and ``[tokens, ...]``.
 
     Raises:
         ValueError: the batch has no samples.
@@ -205,10 +205,11 @@ def _counted(part: Any, shifted: bool) -> Tensor:
     """Returns the number of tokens that count."""
     labels = labels_of(part)
     assert labels is not None
-    if shifted and labels.dim() > 1 and not (isinstance(part, Mapping) and "shift_labels" in part):
+    if shifted and not (isinstance(part, Mapping) and "shift_labels" in part):
         if (ends := ends_of(part)) is not None:
             labels = labels.index_fill(-1, labels.new_tensor(ends[:-1]), IGNORED)
-        labels = labels[..., 1:]
+        elif labels.dim() > 1 or len(labels) == tokens_of(part):
+            labels = labels[..., 1:]
     return labels.ne(IGNORED).sum()
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .trees import mapped, tensors_in
 
-__all__ = ["chosen", "ends_of", "resized_row", "spread"]
+__all__ = ["chosen", "ends_of", "resized_row", "spread", "tokens_of"]
 
 # Where batches say at which tokens sequences end, and how long the longest is: in headroom.nn, and
 # in transformers and TRL.
@@ -29,7 +29,7 @@ def ends_of(batch: Any) -> list[int] | None:
     Ends are told by ``cu_seqlens`` or ``cu_seq_lens_q``, or by ``position_ids`` that begin anew.
     """
     named = _named(batch)
-    if named is None or (tokens := _tokens(named)) is None:
+    if named is None or (tokens := tokens_of(named)) is None:
         return None
     for name in ENDS:
         if isinstance(ends := named.get(name), Tensor):
@@ -59,7 +59,7 @@ def _within(ends: list[int], tokens: int) -> list[int] | None:
     return sorted({min(end, tokens) for end in ends} | {tokens}) if tokens else None
 
 
-def _tokens(batch: Any) -> int | None:
+def tokens_of(batch: Any) -> int | None:
     """Returns the tokens in the row of a batch that has one row."""
     row = next((x for x in tensors_in(batch) if x.dim() > 1), None)
     return row.shape[1] if row is not None and row.shape[0] == 1 else None
@@ -67,6 +67,12 @@ def _tokens(batch: Any) -> int | None:
 
 def _is_unknown(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _dim_of_tokens(x: Tensor, tokens: int) -> int | None:
+    """Returns the dimension of a tensor that has an element for each token of a row, ``[1, tokens,
+    ...]`` or ``[tokens, ...]``; None if there is none."""
+    return next((dim for dim in (1, 0) if x.shape[: dim + 1] == (*[1] * dim, tokens)), None)
 
 
 def spread(ends: Sequence[int], count: int) -> list[range]:
@@ -90,13 +96,13 @@ def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
         for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
         if (run := [number for _, number in group])
     ]
-    tokens = ends[-1]
 
     def change(x: Tensor) -> Tensor:
-        if x.dim() < 2 or x.shape[:2] != (1, tokens):
+        dim = _dim_of_tokens(x, ends[-1])
+        if dim is None:
             return x
-        cut = [x[:, start:end] for start, end in spans]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
+        cut = [x.narrow(dim, start, end - start) for start, end in spans]
+        return cut[0] if len(cut) == 1 else torch.cat(cut, dim=dim)
 
     made = mapped(batch, change)
     named: Any = _named(made)
@@ -118,8 +124,9 @@ def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
     tokens = -(-ends[-1] * sequences // (len(ends) - 1))
 
     def resize(x: Tensor) -> Tensor:
-        is_row = x.dim() > 1 and x.shape[:2] == (1, ends[-1])
-        shape = (1, tokens, *x.shape[2:]) if is_row else x.shape
+        shape = list(x.shape)
+        if (dim := _dim_of_tokens(x, ends[-1])) is not None:
+            shape[dim] = tokens
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     made = mapped(batch, resize)

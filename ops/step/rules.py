@@ -37,7 +37,7 @@ NO_RULE = (
     "compared with it, or the model keeps something of each call, such as a moving average"
 )
 
-MOST_PARTS = 8  # whose gradients are compared
+MOST_SAMPLES = 8  # whose gradients are compared
 ELEMENTS = 1024  # of each gradient, about
 ROUNDING = 1e-3  # of the largest gradient: what is less is compared at this scale
 SCALE = 1024.0  # of a loss whose gradients might vanish in float16
@@ -60,9 +60,9 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
     as a moving average in a buffer, which would be moved several times in a step; or if it cannot
     be found out, as where random numbers do not come from torch, or depend on values.
 
-    What is compared are elements of the gradients of all parameters, in training mode, of at most
-    16 samples in 8 parts. Blocks keep as little as they can, or without ``has_levels`` what they
-    keep already.
+    What is compared are elements of the gradients of all parameters, in training mode, of 8 samples
+    in pairs, or of each sample where there are fewer. Blocks keep as little as they can, or without
+    ``has_levels`` what they keep already.
     """
     if _compares_tokens(step):
         return None
@@ -77,8 +77,9 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
 
 def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     assert step.device is not None
-    batch = some_samples(step.batch, 2 * MOST_PARTS)
-    each = parts(batch, min(MOST_PARTS, samples_of(batch) or 1))
+    batch = some_samples(step.batch, MOST_SAMPLES)
+    count = samples_of(batch) or 1
+    each = parts(batch, count // 2 if count == MOST_SAMPLES else count)
     with generators_kept(step.device), SameDraws():
         model = Blocks.of_copy(step.model, has_levels=has_levels).model
         whole = _gradients(step, model, batch)

@@ -123,4 +123,14 @@ class Staging
     std::vector<std::pair<Tensor, size_t>> write_back_;
 };
 
+// Adds a tensor in row-major order, as a copy if it is not contiguous.
+inline void add_row_major(List &list, const View &view, Staging &staging, const char *name,
+                          size_t k, bool written)
+{
+    std::optional<Layout> layout;
+    if (!view.is_contiguous())
+        layout.emplace(view, name, k, !written, true);
+    staging.add(list, view, layout ? &*layout : nullptr, name, k, written);
+}
+
 } // namespace headroom

@@ -16,7 +16,7 @@ using namespace headroom;
 
 // Bits of `results`.
 enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTROPY = 32 };
-enum { ARGMAX = 64, RANK = 128 };
+enum { ARGMAX = 64, RANK = 128, MEAN_LOGIT = 256, LOG_SUM_SQ_PROBS = 512 };
 
 using Config = hr_linear_cross_entropy_config;
 
@@ -194,7 +194,7 @@ struct Gradients {
 };
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                           Tensor, Tensor, Tensor, Tensor, Tensor>;
+                           Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
                              const OptionalTensor &bias, const OptionalTensor &codes,
@@ -217,6 +217,7 @@ Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
     const Tensor lse = of(LSE), low = of(LSE_LOW), target_logit = of(TARGET_LOGIT);
     const Tensor weighted = of(WEIGHTED), largest = of(LARGEST), entropy = of(ENTROPY);
     const Tensor argmax = of(ARGMAX, ScalarType::Long), rank = of(RANK, ScalarType::Long);
+    const Tensor mean_logit = of(MEAN_LOGIT), log_sum_sq_probs = of(LOG_SUM_SQ_PROBS);
     hr_linear_cross_entropy_rows rows = {};
     rows.loss = data_of<float>(loss, !reduces && !is_part);
     rows.lse = data_of<float>(lse, results & LSE);
@@ -227,6 +228,8 @@ Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
     rows.entropy = data_of<float>(entropy, results & ENTROPY);
     rows.argmax = data_of<int64_t>(argmax, results & ARGMAX);
     rows.rank = data_of<int64_t>(rank, results & RANK);
+    rows.mean_logit = data_of<float>(mean_logit, results & MEAN_LOGIT);
+    rows.log_sum_sq_probs = data_of<float>(log_sum_sq_probs, results & LOG_SUM_SQ_PROBS);
     const Gradients gradients(layer, wanted);
     const auto [workspace, bytes] = layer.workspace(gradients.wanted());
     check(hr_linear_cross_entropy(
@@ -244,18 +247,32 @@ Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
             entropy,
             argmax,
             rank,
+            mean_logit,
+            log_sum_sq_probs,
             gradients.hidden,
             gradients.weight,
             gradients.bias};
 }
 
+// The entropies of rows and the gradients of these, where there are any.
+struct Entropies {
+    const OptionalTensor &values, &gradients;
+};
+
 void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t wanted,
               const Tensor &dloss, const OptionalTensor &factors, const Tensor &lse,
-              const Tensor &lse_low)
+              const Tensor &lse_low, const Entropies &entropies)
 {
     int64_t stride = 0;
     const float *const gradients = layer.gradients(dloss, &stride);
     const int64_t rows = layer.matrix.rows;
+    if (entropies.gradients) {
+        if (!entropies.values)
+            fail("dentropy is given, wanted entropy too");
+        layer.config.entropy = layer.vector(*entropies.values, "entropy", rows);
+        layer.config.dentropy =
+            layer.gradients(*entropies.gradients, &layer.config.dentropy_stride, "dentropy");
+    }
     const auto [workspace, bytes] = layer.workspace(wanted);
     check(hr_linear_cross_entropy_backward(
         &grads, gradients, stride, factors ? layer.vector(*factors, "factors", 2) : nullptr,
@@ -264,19 +281,19 @@ void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t
         &layer.exec.exec));
 }
 
-std::tuple<Tensor, Tensor, Tensor>
-linear_cross_entropy_backward(const Tensor &dloss, const Tensor &hidden,
-                              const OptionalTensor &weight, const OptionalTensor &bias,
-                              const OptionalTensor &codes, const OptionalTensor &scales,
-                              const Tensor &target, const OptionalTensor &class_weight,
-                              const OptionalTensor &token_weight, const OptionalTensor &factors,
-                              const Tensor &lse, const Tensor &lse_low LAYER_NUMBERS(HR_PARAMETER),
-                              int64_t precision, bool shift, int64_t wanted)
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
+    const Tensor &dloss, const Tensor &hidden, const OptionalTensor &weight,
+    const OptionalTensor &bias, const OptionalTensor &codes, const OptionalTensor &scales,
+    const Tensor &target, const OptionalTensor &class_weight, const OptionalTensor &token_weight,
+    const OptionalTensor &factors, const Tensor &lse, const Tensor &lse_low,
+    const OptionalTensor &entropy, const OptionalTensor &dentropy LAYER_NUMBERS(HR_PARAMETER),
+    int64_t precision, bool shift, int64_t wanted)
 {
     Layer layer(hidden, WEIGHT, bias, target, class_weight, token_weight,
                 config_of(SUM, precision NUMBERS(HR_ARGUMENT)), shift);
     const Gradients gradients(layer, wanted);
-    backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low);
+    backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low,
+             {entropy, dentropy});
     return {gradients.hidden, gradients.weight, gradients.bias};
 }
 
@@ -302,7 +319,8 @@ Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
                                       const Tensor &target, const OptionalTensor &class_weight,
                                       const OptionalTensor &token_weight,
                                       const OptionalTensor &factors, const Tensor &lse,
-                                      const Tensor &lse_low, OptionalTensor weight_grad,
+                                      const Tensor &lse_low, const OptionalTensor &entropy,
+                                      const OptionalTensor &dentropy, OptionalTensor weight_grad,
                                       OptionalTensor bias_grad LAYER_NUMBERS(HR_PARAMETER),
                                       int64_t precision, bool shift, bool want_hidden)
 {
@@ -312,7 +330,8 @@ Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
     Gradients gradients(layer, want_hidden ? HR_LINEAR_CROSS_ENTROPY_HIDDEN : 0);
     gradients.grads.weight.data = existing(weight_grad, layer, "weight_grad", 2);
     gradients.grads.bias = existing(bias_grad, layer, "bias_grad", 1);
-    backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low);
+    backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low,
+             {entropy, dentropy});
     return gradients.hidden;
 }
 
@@ -400,15 +419,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
                    "factors, "
                    "Tensor scale, Tensor lse, Tensor lse_low, Tensor target_logit, Tensor "
                    "weighted, "
-                   "Tensor largest, Tensor entropy, Tensor argmax, Tensor rank, Tensor dhidden, "
-                   "Tensor dweight, Tensor dbias)");
+                   "Tensor largest, Tensor entropy, Tensor argmax, Tensor rank, Tensor "
+                   "mean_logit, Tensor log_sum_sq_probs, Tensor dhidden, Tensor dweight, Tensor "
+                   "dbias)");
     m.def("linear_cross_entropy_backward(Tensor dloss, " LAYER
-          "Tensor? factors, Tensor lse, Tensor lse_low" LAYER_NUMBERS(
+          "Tensor? factors, Tensor lse, Tensor lse_low, Tensor? entropy, Tensor? "
+          "dentropy" LAYER_NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, int wanted) -> (Tensor dhidden, Tensor "
                          "dweight, "
                          "Tensor dbias)");
     m.def("linear_cross_entropy_backward_(Tensor dloss, " LAYER
-          "Tensor? factors, Tensor lse, Tensor lse_low, Tensor(a!)? weight_grad, "
+          "Tensor? factors, Tensor lse, Tensor lse_low, Tensor? entropy, Tensor? dentropy, "
+          "Tensor(a!)? weight_grad, "
           "Tensor(b!)? bias_grad" LAYER_NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, bool want_hidden) -> Tensor dhidden");
     m.def("linear_cross_entropy_join(Tensor parts, Tensor target, Tensor? class_weight, "

@@ -93,20 +93,21 @@ class LossRows
         return dense(tensor, "target");
     }
 
-    // The gradients of the rows' losses, in one stride: 0 for a scalar and for an expanded one.
-    const float *gradients(const Tensor &tensor, int64_t *stride)
+    // The gradients of numbers of rows, in one stride: 0 for a scalar and for an expanded one.
+    const float *gradients(const Tensor &tensor, int64_t *stride, const char *what = "dloss")
     {
         const View view(tensor);
         if (!view.is_with(in) || dtype_of(view.torch_dtype) != HR_F32 ||
             (view.dim != 0 && !has_rows(view)))
-            fail("dloss must be a float32 tensor of one element or of the shape of " + name +
+            fail(std::string(what) +
+                 " must be a float32 tensor of one element or of the shape of " + name +
                  " without the last dimension on " + in.device_name());
         const bool expanded = std::all_of(view.strides, view.strides + view.dim,
                                           [](int64_t step) { return step == 0; });
         *stride = expanded ? 0 : view.dim == 1 ? view.strides[0] : 1;
         if (!expanded && view.dim != 1)
-            return static_cast<const float *>(dense(tensor, "dloss"));
-        require_storage(tensor, "dloss");
+            return static_cast<const float *>(dense(tensor, what));
+        require_storage(tensor, what);
         return static_cast<const float *>(view.data);
     }
 

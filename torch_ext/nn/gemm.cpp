@@ -84,7 +84,11 @@ hr_status torch_product(void *, const hr_rows *c, const hr_rows *a, const hr_row
                                 : aoti_torch_cpu_bmm_out)(out.get(), left.get(), right.get());
         } else {
             const hr_rows vector{const_cast<void *>(bias), n};
-            const Tensor added = bias ? borrowed(vector, 1, n, false, dtype, 1, 0) : out;
+            const Tensor added =
+                bias ? borrowed(vector, 1, n, false, dtype, 1, 0)
+                : config->addend.data
+                    ? borrowed(config->addend, m, n, false, dtype, batch, config->batch_stride_c)
+                    : out;
             error = (batch == 1 ? aoti_torch_cpu_addmm_out : aoti_torch_cpu_baddbmm_out)(
                 out.get(), added.get(), left.get(), right.get(), bias ? 1 : config->beta,
                 config->alpha);

@@ -96,16 +96,6 @@ const int64_t *whole_of(const Integers &wholes, size_t k, size_t count)
     return wholes->data() + 3 * k;
 }
 
-// Adds a tensor in row-major order, as a copy if it is not contiguous.
-void add_row_major(List &list, const View &view, Staging &staging, const char *name, size_t k,
-                   bool written)
-{
-    std::optional<Layout> layout;
-    if (!view.is_contiguous())
-        layout.emplace(view, name, k, !written, true);
-    staging.add(list, view, layout ? &*layout : nullptr, name, k, written);
-}
-
 // Adds entry k of a list of states, which may be empty.
 void add_states(List &list, const Tensors &tensors, const View &first, Staging &staging,
                 const char *name, size_t k)

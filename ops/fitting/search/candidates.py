@@ -15,8 +15,8 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
-from ...optim.paging import PagingMemory, paged_seconds, planned_paging
 from ...optim.replacing import is_headroom, state_bytes
+from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
 from ...planning.api import plan_of
@@ -27,7 +27,7 @@ from ...quantizing.frozen import quantize_alike, quantize_shapes
 from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
-from ...step.micro_batches import largest_part, some_samples
+from ...step.micro_batches import some_samples
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ..choice import Choice
@@ -192,7 +192,7 @@ class Candidates:
         """
         step = self.step
         if samples is not None:
-            step = step.but(batch=some_samples(step.batch, samples))
+            step = step.but(batch=some_samples(step.batch, samples), part_of=None)
         choice = choice.but(levels=choice.levels or self._leanest())
         return plan_of(self.step_with(choice, self.names, optimizer, step))
 
@@ -218,7 +218,8 @@ class Candidates:
             step.but(
                 model=model,
                 optimizer=optimizer,
-                batch=largest_part(step.batch, choice.micro_batches),
+                batch=step.part(choice.micro_batches),
+                whole=step.batch,
                 accumulation=min(2, choice.micro_batches),  # the second is like all that follow
                 starts_short=True,  # the first step is there to leave behind what later ones find
                 release=choice.release and bucket_of(step.model, choice.dtype),
@@ -394,7 +395,7 @@ class Candidates:
     def _step_of(self, key: _Pass) -> Step:
         """Returns the step that is measured: of a part of the batch, and of weights in 16 bits, or
         frozen ones in few."""
-        step = self.step.but(batch=largest_part(self.step.batch, key.micro_batches))
+        step = self.step.but(batch=self.step.part(key.micro_batches))
         if key.tensors == ("given", "given"):
             return step
         model = private_copy(step.model)

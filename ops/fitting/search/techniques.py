@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ...optim import Adam8bit
-from ...optim.paging import planned_paging
-from ...optim.replacing import can_offload, is_headroom, obstacle, replacement
+from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
+from ...param_states.paging import planned_paging
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
@@ -223,9 +222,11 @@ def _optimizers(step: Step, allow: Collection[str]) -> tuple[Optimizers, list[st
         if allow or not is_headroom(given):
             notes.append(f"the optimizer stays as it is: {reason}")
         return found, notes
+    classes = counterparts(type(given))
     kinds = [] if is_headroom(given) else ["headroom"]
-    kinds += ["8bit"] if "8bit" in allow and not isinstance(given, Adam8bit) else []
-    kinds += ["adafactor"] if "adafactor" in allow else []
+    is_8bit = type(given) is classes["8bit"]
+    kinds += ["8bit"] if "8bit" in allow and not is_8bit else []
+    kinds += ["adafactor"] if "adafactor" in allow and "adafactor" in classes else []
     pairs = [(kind, "given") for kind in kinds]
     params = {p for group in given.param_groups for p in group["params"]}
     if "bf16" in allow and any(p.dtype != torch.float32 for p in params):
@@ -233,7 +234,7 @@ def _optimizers(step: Step, allow: Collection[str]) -> tuple[Optimizers, list[st
     elif "bf16" in allow and (step.scaler or step.amp == torch.float16):
         notes.append("bf16: not with float16 or a scaler of losses")
     elif "bf16" in allow:
-        own = "8bit" if isinstance(given, Adam8bit) else "headroom"
+        own = "8bit" if is_8bit else "headroom"
         pairs += [(kind, "bf16") for kind in dict.fromkeys((own, *kinds))]
         others = (p for p in step.model.parameters() if p not in params)
         if any(p.is_floating_point() and p.itemsize > 2 for p in others):

@@ -65,6 +65,7 @@ class snapshot:  # noqa: N801
         advice: whether an error of memory gets advice, which takes seconds, because changes are
             planned, for the shapes that the model was called with last.
         device: to look at, if the model is on several, or without a model.
+        oom_only: write a file only if the block ends because memory runs out.
 
     Raises:
         TypeError, ValueError: as :func:`headroom.memory.track`.
@@ -83,6 +84,7 @@ class snapshot:  # noqa: N801
         stacks: bool = True,
         advice: bool = True,
         device: torch.device | str | None = None,
+        oom_only: bool = False,
     ) -> None:
         self.path = Path(path)
         """Where the last file goes."""
@@ -99,7 +101,7 @@ class snapshot:  # noqa: N801
         most = max_entries if place.type == "cuda" else None
         self._tracked = Tracked(model, optimizers, place, batch, stacks, most)
         self._model, self._optimizers, self._device = model, optimizers, place
-        self._advice = advice
+        self._advice, self._oom_only = advice, oom_only
         self._batch: Any = None
         self._runs = ExitStack()
 
@@ -115,6 +117,8 @@ class snapshot:  # noqa: N801
         asked = None if error is None else asked_bytes(error)
         try:
             self._runs.close()
+            if self._oom_only and asked is None:
+                return
             found = self._of_cpu(asked) if self._device.type == "cpu" else self._of_cuda()
             if error is not None and asked is not None:
                 self._explain(found, error, asked)

@@ -6,6 +6,7 @@ back what was written measures what the target cannot keep.
 
 from .conversion import Converted, convert_state
 from .libraries import LIBRARIES
+from .neutral import RULES
 from .report import Loss, Report
 
-__all__ = ["LIBRARIES", "Converted", "Loss", "Report", "convert_state"]
+__all__ = ["LIBRARIES", "RULES", "Converted", "Loss", "Report", "convert_state"]

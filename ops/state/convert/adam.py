@@ -1,4 +1,4 @@
-"""Reads and writes Adam's states of torch, Headroom, torchao, apex and DeepSpeed: torch's keys."""
+"""Reads and writes states of torch, Headroom, torchao, apex and DeepSpeed: torch's keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..._core.weight_modes import RESIDUALS
 from ...functional.dynamic_map import dynamic_map
 from ...optim.adam8bit import Adam8bit
-from ...optim.block_scales import absmax_of, zero_absmaxs
+from ...param_states.block_scales import absmax_of, zero_absmaxs
 from .codes import Codes, check_map, codes_of, floats_of
-from .neutral import MOMENTS, Context, Library, State, cast, step64
+from .neutral import MOMENTS, RULES, SQUARES, Context, Library, State, cast, step64
 
 TORCH_OPTIONS = {
     "amsgrad": False,
@@ -34,13 +34,14 @@ OUR_OPTIONS = (
 
 
 def _read(entry: dict[str, Any], context: Context) -> State:
-    """Reads a state of any of them. The step of apex is in the group."""
+    """Reads a state of any of them. The step of apex is in the group; torch's SGD counts none, and
+    has a moment from its first step on."""
     moments: dict[str, Tensor | Codes] = {}
     for name in MOMENTS:
         value = entry.get(name)
         if value is None:
             continue
-        is_signed = name == "exp_avg"
+        is_signed = name not in SQUARES
         if f"{name}_absmax" in entry:
             absmax = entry[f"{name}_absmax"].flatten()
             size = context.group.get("block_size", 256)
@@ -54,6 +55,8 @@ def _read(entry: dict[str, Any], context: Context) -> State:
         else:
             moments[name] = value
     step = entry.get("step", context.group.get("step"))
+    if step is None and context.rule != "adam":
+        step = float(bool(moments))
     return State(step, moments, {name: entry[name] for name in RESIDUALS if name in entry})
 
 
@@ -64,7 +67,7 @@ def _write_torch(state: State, context: Context) -> dict[str, Any]:
 
 def _write_apex(state: State, context: Context) -> dict[str, Any]:
     entry = _write_torch(state, context)
-    return {name: entry[name] for name in MOMENTS[:2]}
+    return {name: entry[name] for name in RULES["adam"]}
 
 
 def _write_deepspeed(state: State, context: Context) -> dict[str, Any]:
@@ -97,11 +100,12 @@ def _write_headroom(state: State, context: Context) -> dict[str, Any]:
 
 def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
     # With amsgrad, which has no 8-bit form, the moments stay in float32.
-    if "max_exp_avg_sq" in state.moments or not context.is_8bit(state.moments["exp_avg"]):
+    large = [context.is_8bit(moment) for moment in state.moments.values()]
+    if "max_exp_avg_sq" in state.moments or not all(large):
         return _write_headroom(state, context)
     entry: dict[str, Any] = {"step": step64(state)}
-    for name in Adam8bit.code_names:
-        codes = codes_of(state.moments[name], context.block_size, name == "exp_avg", any_order=True)
+    for name, moment in state.moments.items():
+        codes = codes_of(moment, context.block_size, name not in SQUARES, any_order=True)
         entry[name] = codes.codes
         shape = zero_absmaxs(codes.codes, context.block_size).shape
         entry[absmax_of(name)] = codes.absmax.view(shape)
@@ -109,11 +113,13 @@ def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
 
 
 LIBRARIES = {
-    "headroom": Library(_read, _write_headroom, TORCH_OPTIONS, OUR_OPTIONS),
+    "headroom": Library(_read, _write_headroom, TORCH_OPTIONS, OUR_OPTIONS, (*RULES,)),
     "headroom-8bit": Library(
-        _read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *Adam8bit.own_options)
+        _read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *Adam8bit.own_options), (*RULES,)
     ),
-    "torch": Library(_read, _write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), casts=True),
+    "torch": Library(
+        _read, _write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), ("adam", "sgd"), casts=True
+    ),
     "torchao-8bit": Library(_read, _write_torchao_8bit, {"amsgrad": False}, casts=True),
     "apex": Library(_read, _write_apex, {"bias_correction": True}, ("step",), casts=True),
     "deepspeed": Library(

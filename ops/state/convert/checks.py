@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._core.overlap import is_freed
 from .codes import Codes, are_scales, shown
-from .neutral import MOMENTS, SQUARES, number_of
+from .neutral import RULES, SQUARES, number_of
 
 STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
 
@@ -118,11 +118,13 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
             raise ValueError(f"has an '{name}' with negative elements, or NaN")
 
 
-def check_shapes(moments: dict[str, Tensor | Codes]) -> None:
-    """Refuses moments that do not have one shape."""
-    shapes = {moment.shape for moment in moments.values()}
-    if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
+def check_shapes(moments: dict[str, Tensor | Codes], rule: str) -> None:
+    """Refuses moments that are not those of a rule, or do not have one shape."""
+    shapes, wanted = {moment.shape for moment in moments.values()}, RULES[rule]
+    if rule == "sgd" and not moments:
+        return  # without momentum
+    if moments.keys() - {"max_exp_avg_sq"} != set(wanted) or len(shapes) != 1:
         raise ValueError(
             f"has moments {sorted(moments)}, of shapes {sorted(map(tuple, shapes))}; wanted "
-            f"{MOMENTS[:2]} of one shape"
+            f"{wanted} of one shape"
         )

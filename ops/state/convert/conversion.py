@@ -11,9 +11,10 @@ from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
 from ...functional.adamw8bit import BLOCK_SIZES
 from . import checks
+from .bitsandbytes import rule_of as rule_of_bitsandbytes
 from .codes import Codes, shown
-from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
-from .neutral import Context, Library, State
+from .libraries import KEYS, LIBRARIES, decouples, detect, rule_of, target_group
+from .neutral import RULES, Context, Library, State
 from .report import Report, losses
 
 
@@ -30,6 +31,7 @@ def convert_state(
     to: str,
     *,
     from_: str | None = None,
+    rule: str | None = None,
     param_dtype: torch.dtype | None = None,
     block_size: int | None = None,
     min_8bit_size: int = 4096,
@@ -39,14 +41,16 @@ def convert_state(
 
     Args:
         source: an optimizer, or the result of its ``state_dict()``. Not changed.
-        to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
-            :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``. ``"bitsandbytes"``: 32-bit;
-            ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
-            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of
-            Adafactor need no conversion: Headroom's loads torch's, and with ``semantics="hf"``
-            those of transformers. Nor do those of SGD: Headroom's loads torch's, and the other way
-            round.
+        to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW, SGD and Lion of
+            :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``: Adam, AdamW and SGD.
+            ``"bitsandbytes"``: Adam, AdamW, SGD and Lion of 32 bits; ``"bitsandbytes-8bit"``, and
+            ``"bitsandbytes-8bit-flat"`` for releases before 2026. ``"torchao-8bit"``: Adam and
+            AdamW. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of Adafactor
+            need no conversion: Headroom's loads torch's, and with ``semantics="hf"`` those of
+            transformers.
         from_: the library of ``source``, if its keys do not tell.
+        rule: ``"adam"``, ``"sgd"`` or ``"lion"``: what ``source`` is the state of, if it is a state
+            dict of bitsandbytes' SGD or Lion, which have the same keys. Else it is found.
         param_dtype: the dtype of the parameters, if ``source`` is a state dict, which does not say.
             Many loaders cast states to it; the report then includes that loss.
         block_size: elements per scale of 8-bit moments. None: that of the source if the target has
@@ -83,15 +87,24 @@ def convert_state(
         print(report)
     """
     decoupled, dtypes = None, None
+    if rule is not None and (not isinstance(rule, str) or rule not in RULES):
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {shown(rule)}")
     if isinstance(source, torch.optim.Optimizer):
+        rule = rule or rule_of_bitsandbytes(source)
         decoupled = decouples(source)
         dtypes = [param.dtype for group in source.param_groups for param in group["params"]]
         source = source.state_dict()
     keys = checks.keys_of(source)
-    from_ = detect(source) if from_ is None else from_
+    rule = rule_of(source) if rule is None else rule
+    from_ = detect(source, rule) if from_ is None else from_
     for name in (from_, to):
         if not isinstance(name, str) or name not in LIBRARIES:
             raise ValueError(f"there is no {shown(name)}; the libraries are {', '.join(LIBRARIES)}")
+        if rule not in LIBRARIES[name].rules:
+            raise ValueError(
+                f"{name} has no {rule}: states of it convert between "
+                + ", ".join(key for key, library in LIBRARIES.items() if rule in library.rules)
+            )
     if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {shown(block_size)}")
     if type(min_8bit_size) is not int or min_8bit_size < 0:
@@ -104,20 +117,20 @@ def convert_state(
     with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
             states = {
-                key: _state(key, source["state"][key], reader, group)
+                key: _state(key, source["state"][key], reader, Context(group, rule))
                 for key in group["params"]
-                if source["state"].get(key)
+                if _has_parts(source["state"].get(key))
             }
             if dtypes is not None:
                 states = {key: state.copied() for key, state in states.items()}
             with checks.described(f"the options of group {index}", group):
                 checks.check_options(group)
-                new = target_group(group, to, states, report, decoupled)
+                new = target_group(group, to, states, report, decoupled, rule)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
-                context = Context(new, dtype_of[key], size, min_8bit_size, target.casts)
+                context = Context(new, rule, dtype_of[key], size, min_8bit_size, target.casts)
                 with checks.described(f"the state of parameter {key}", source["state"][key]):
                     entries[key] = target.write(state, context)
                     report.losses += losses(key, state, target.read(entries[key], context))
@@ -126,7 +139,12 @@ def convert_state(
     return Converted({"state": entries, "param_groups": groups}, report)
 
 
-def _state(key: Any, entry: Any, reader: Library, group: dict[str, Any]) -> State:
+def _has_parts(entry: Any) -> bool:
+    """Returns whether a state holds anything: torch's SGD without momentum keeps a None."""
+    return entry is not None and any(value is not None for value in entry.values())
+
+
+def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
     if any(isinstance(value, DTensor) for value in entry.values()):
         raise NotImplementedError(
             f"the state of parameter {key} is a DTensor; gather it first, with "
@@ -135,12 +153,12 @@ def _state(key: Any, entry: Any, reader: Library, group: dict[str, Any]) -> Stat
         )
     with checks.described(f"the state of parameter {key}", entry):
         checks.check_tensors(entry)
-        state = reader.read(entry, Context(group))
+        state = reader.read(entry, context)
         if state.step is None:
             raise KeyError("step")
         state.step = checks.checked_step(state.step)
         checks.check_moments(state.moments)
-        checks.check_shapes(state.moments)
+        checks.check_shapes(state.moments, context.rule)
     state.others = [name for name in entry if name not in KEYS]
     return state
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..._core.weight_modes import RESIDUALS
-from ...optim.block_scales import ABSMAXS
+from ...param_states.block_scales import ABSMAXS
 from . import adam, bitsandbytes
 from .bitsandbytes import BNB_WRAPPER
-from .neutral import MOMENTS, Library, State, number_of
+from .neutral import MOMENTS, RULES, Library, State, number_of
 from .report import Loss, Report
 
 LIBRARIES: dict[str, Library] = adam.LIBRARIES | bitsandbytes.LIBRARIES
@@ -20,6 +21,8 @@ KEYS = {
     *(f"{name}{i}" for name in ("state", "absmax", "qmap") for i in (1, 2)),
 }
 PRIVATE = {key for library in LIBRARIES.values() for key in (*library.options, *library.more)}
+# The options of torch's SGD, and of Lion, that change no step by their usual values.
+ONE_MOMENT = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 # Options that change later steps, and what they are where an optimizer has none of that name.
 USUAL = {
     "maximize": False,
@@ -33,7 +36,30 @@ USUAL = {
 }
 
 
-def detect(state_dict: dict[str, Any]) -> str:
+def rule_of(state_dict: dict[str, Any]) -> str:
+    """Returns the rule of the optimizer that a state dict is from, by its keys: one of ``RULES``.
+
+    Raises:
+        ValueError: bitsandbytes' SGD and Lion have the same keys.
+    """
+    keys = {key for entry in state_dict["state"].values() for key in entry}
+    options = {key for group in state_dict["param_groups"] for key in group}
+    for entry in state_dict["state"].values():
+        if isinstance(inner := entry.get(BNB_WRAPPER), Mapping):
+            keys |= inner.keys()
+    if "state1" in keys and "state2" not in keys:
+        raise ValueError(
+            "a state dict of bitsandbytes with one moment does not say whose it is: convert the "
+            "optimizer itself, or give rule= as 'sgd' or 'lion'"
+        )
+    if "dampening" in options:
+        return "sgd"
+    if keys:
+        return "lion" if "exp_avg" in keys and "exp_avg_sq" not in keys else "adam"
+    return "lion" if "betas" in options and "eps" not in options else "adam"
+
+
+def detect(state_dict: dict[str, Any], rule: str) -> str:
     """Returns the name of the library that a state dict is from, by its keys."""
     entries = [entry for entry in state_dict["state"].values() if entry]
     keys = {key for entry in entries for key in entry}
@@ -45,21 +71,20 @@ def detect(state_dict: dict[str, Any]) -> str:
             "states of Adafactor are not converted: headroom.optim.Adafactor loads those of torch, "
             "and with semantics='hf' those of transformers"
         )
-    if "momentum_buffer" in keys:
-        raise ValueError(
-            "states of SGD are not converted: headroom.optim.SGD and SGD8bit load those of torch, "
-            "and torch loads those of headroom.optim.SGD"
-        )
-    if {"exp_avg_absmax", "exp_avg_sq"} <= keys:
+    if "exp_avg_absmax" in keys or "momentum_buffer_absmax" in keys:
         return "headroom-8bit"
     if any(hasattr(entry.get("exp_avg"), "codes") for entry in entries):
         return "torchao-8bit"
-    if entries and not {"exp_avg", "exp_avg_sq"} <= keys:
+    # Other optimizers with one moment have parts beside it.
+    known = {*RULES["adam"]} <= keys if rule == "adam" else keys <= KEYS
+    if entries and not known:
         raise ValueError(
             f"no known library has states with the keys {sorted(map(str, keys))}; the "
             f"libraries are {', '.join(LIBRARIES)}"
         )
-    return "apex" if entries and "step" not in keys and "step" in options else "torch"
+    if entries and "step" not in keys and "step" in options:
+        return "apex"
+    return "headroom" if rule == "lion" else "torch"  # which has no Lion
 
 
 def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -67,7 +92,7 @@ def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
     for name in ("adam_w_mode", "is_adamw"):  # of DeepSpeed and apex, of torchao
         if hasattr(optimizer, name):
             return bool(getattr(optimizer, name))
-    return True if type(optimizer).__module__.startswith("bitsandbytes") else None
+    return True if bitsandbytes.is_bitsandbytes(optimizer) else None
 
 
 def target_group(
@@ -76,18 +101,25 @@ def target_group(
     states: dict[Any, State],
     report: Report,
     decoupled: bool | None,
+    rule: str,
 ) -> dict[str, Any]:
     """Returns the options of a group as the target has them, and reports those that it lacks."""
     target, source, notes = LIBRARIES[to], dict(group), report.notes
-    if decoupled is not None:
+    is_adam, to_bnb = rule == "adam", to in bitsandbytes.LIBRARIES
+    if not is_adam and report.source in bitsandbytes.LIBRARIES:
+        source = bitsandbytes.options_from(source, rule, notes)
+    if is_adam and decoupled is not None:
         source.setdefault("decoupled_weight_decay", decoupled)
-    own = (*target.options, *target.more)
-    new = {**target.options, **{k: v for k, v in source.items() if k not in PRIVATE or k in own}}
+    options = target.options if is_adam else {} if to_bnb else ONE_MOMENT
+    own = (*options, *target.more)
+    new = {**options, **{k: v for k, v in source.items() if k not in PRIVATE or k in own}}
     new["lr"] = number_of(source["lr"])
     for name, usual in USUAL.items():
         if name not in own and source.get(name) not in (None, usual, str(usual)):
             report.losses.append(Loss(None, name, "dropped"))
             notes.append(f"{to} has no {name}, and the source was run with {source[name]!r}")
+    if not is_adam:
+        return bitsandbytes.options_to(new, rule, report) if to_bnb else new
     if "decoupled_weight_decay" in own and "decoupled_weight_decay" not in source:
         if source.get("weight_decay"):
             notes.append("the state does not say whether weight decay is Adam's or AdamW's")

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from .codes import Codes
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# The moments that a parameter has, by the rule of its optimizer.
+RULES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
 
 
@@ -20,7 +22,7 @@ class State:
     """Holds the state of one parameter, of any library."""
 
     step: float
-    moments: dict[str, Tensor | Codes]  # some of MOMENTS
+    moments: dict[str, Tensor | Codes]  # some of MOMENTS; none of SGD without momentum
     residual: dict[str, Tensor] = field(default_factory=dict)  # of 16-bit weights
     others: list[str] = field(default_factory=list)  # parts that no other library has
 
@@ -35,6 +37,7 @@ class Context:
     """Holds the group, the dtype and the options that a reader or a writer needs beside a state."""
 
     group: dict[str, Any]
+    rule: str = "adam"  # one of RULES
     dtype: torch.dtype | None = None  # of the parameter
     block_size: int = 256
     min_8bit_size: int = 4096
@@ -51,6 +54,7 @@ class Library(NamedTuple):
     write: Callable[[State, Context], dict[str, Any]]
     options: dict[str, Any]  # those of a group that not all libraries have, with defaults
     more: tuple[str, ...] = ()  # options that are carried over if the source has them
+    rules: tuple[str, ...] = ("adam",)  # of the optimizers that it has
     casts: bool = False  # the loader casts states to the parameter's dtype
 
 

@@ -23,7 +23,7 @@ template <int64_t PARTS> class Joined : public LinearCrossEntropyRun
     {
         parts_rows = {parts.data[0], 4 * PARTS + c.gap};
         config.all_classes = c.classes;
-        out.largest = out.entropy = nullptr;
+        out.largest = out.entropy = out.mean_logit = out.log_sum_sq_probs = nullptr;
         out.argmax = nullptr;
         const int64_t first = PARTS > 1 ? c.classes / 2 : 0;
         std::vector<double> values = parts.values(0);
@@ -161,10 +161,12 @@ TEST_P(LinearCrossEntropyJoin, BadInputsAreRefused)
     add("result" + off, [](R &r) { r.result = moved(r.result, 1); });
     add("factors" + off, [](R &r) { r.factors = moved(r.factors, 1); });
     add("rows_out->lse" + off, [](R &r) { r.out.lse = moved(r.out.lse, 1); });
-    add("rows_out->largest, entropy, argmax or rank is given",
-        [](R &r) { r.out.largest = r.out.loss; });
-    add("rows_out->largest, entropy, argmax or rank is given",
-        [](R &r) { r.out.rank = static_cast<int64_t *>(r.ranks[0].data()); });
+    const std::string unsaid = "rows_out->largest, entropy, argmax, rank, mean_logit or "
+                               "log_sum_sq_probs is given";
+    add(unsaid, [](R &r) { r.out.largest = r.out.loss; });
+    add(unsaid, [](R &r) { r.out.rank = static_cast<int64_t *>(r.ranks[0].data()); });
+    add(unsaid, [](R &r) { r.out.mean_logit = r.out.loss; });
+    add(unsaid, [](R &r) { r.out.log_sum_sq_probs = r.out.loss; });
     add("rows is -1, wanted 0 or more", [](R &r) { r.rows = -1; });
     add("inputs->token_weight" + off,
         [](R &r) { r.inputs.token_weight = moved(r.inputs.token_weight, 1); });

@@ -13,7 +13,8 @@ Matrix matrix_of(const Tensors &tensor, int64_t rows, int64_t cols, int64_t stri
 }
 
 LinearCrossEntropyReference::LinearCrossEntropyReference(const LinearCrossEntropyRun &run,
-                                                         const Vector &upstream)
+                                                         const Vector &upstream,
+                                                         const Vector &of_entropy)
     : shape(run.shape)
 {
     const size_t n = size_t(shape.rows), h = size_t(shape.features), v = size_t(shape.classes);
@@ -25,13 +26,14 @@ LinearCrossEntropyReference::LinearCrossEntropyReference(const LinearCrossEntrop
     token_weight = shape.token_weight ? run.token_weight.values(0) : Vector(n, 1);
     for (const double one : class_weight)
         all_weights += one;
-    loss = lse = target_logit = largest = entropy = Vector(n);
+    loss = lse = target_logit = largest = entropy = mean_logit = log_sum_sq_probs = Vector(n);
     argmax = rank = std::vector<int64_t>(n, -1);
     dbias = Vector(v), dhidden = Matrix(n, Vector(h)), dweight = Matrix(v, Vector(h));
     set_factors(run);
     for (size_t i = 0; i < n; i++)
         if (run.target_of(int64_t(i)) >= 0)
-            add_row(i, size_t(run.target_of(int64_t(i))), upstream[i]);
+            add_row(i, size_t(run.target_of(int64_t(i))), upstream[i],
+                    of_entropy.empty() ? 0 : of_entropy[i]);
 }
 
 double LinearCrossEntropyReference::weight_of(size_t row) const
@@ -69,14 +71,15 @@ Vector LinearCrossEntropyReference::logits_of(size_t row, Vector &slopes) const
     return z;
 }
 
-void LinearCrossEntropyReference::add_row(size_t i, size_t target, double upstream)
+void LinearCrossEntropyReference::add_row(size_t i, size_t target, double upstream,
+                                          double of_entropy)
 {
     Vector slopes, dlogits;
     const Vector z = logits_of(i, slopes);
     const double classes = double(z.size()), share = shape.smoothing;
     argmax[i] = std::max_element(z.begin(), z.end()) - z.begin();
     largest[i] = z[size_t(argmax[i])], target_logit[i] = z[target], rank[i] = 0;
-    double sum = 0, smooth = 0;
+    double sum = 0, smooth = 0, squares = 0;
     for (const double one : z) {
         sum += std::exp(one - largest[i]);
         rank[i] += one > z[target];
@@ -85,7 +88,10 @@ void LinearCrossEntropyReference::add_row(size_t i, size_t target, double upstre
     for (size_t j = 0; j < z.size(); j++) {
         smooth += class_weight[j] * (lse[i] - z[j]);
         entropy[i] -= std::exp(z[j] - lse[i]) * z[j];
+        squares += std::exp(2 * (z[j] - lse[i]));
+        mean_logit[i] += z[j] / classes;
     }
+    log_sum_sq_probs[i] = std::log(squares);
     const double hot = (1 - share) * class_weight[target], spread = share / classes;
     const double plain = weight_of(i) * (hot * (lse[i] - z[target]) + spread * smooth);
     const double z_loss = weight_of(i) * shape.z_loss * lse[i] * lse[i];
@@ -97,8 +103,9 @@ void LinearCrossEntropyReference::add_row(size_t i, size_t target, double upstre
         const double of_loss =
             hot * (p - (j == target)) + spread * (all_weights * p - class_weight[j]);
         const double of_z_loss = 2 * shape.z_loss * lse[i] * p;
-        dlogits.push_back((factors[0] * of_loss + factors[1] * of_z_loss) * weight_of(i) *
-                          upstream * slopes[j]);
+        const double of_row =
+            (factors[0] * of_loss + factors[1] * of_z_loss) * weight_of(i) * upstream;
+        dlogits.push_back((of_row - of_entropy * p * (z[j] - lse[i] + entropy[i])) * slopes[j]);
     }
     add_gradients(i, dlogits);
 }

@@ -211,6 +211,10 @@ TEST_P(LinearCrossEntropyRefused, BadInputsAreRefused)
     add("scale" + off, [](Call &r) { r.scale = moved(r.scale, 1); });
     add("rows_out->loss" + off, [](Call &r) { r.out.loss = moved(r.out.loss, 1); });
     add("rows_out->argmax" + off, [](Call &r) { r.out.argmax = moved(r.out.argmax, 4); });
+    add("rows_out->mean_logit" + off,
+        [](Call &r) { r.out.mean_logit = moved(r.out.mean_logit, 1); });
+    add("rows_out->log_sum_sq_probs" + off,
+        [](Call &r) { r.out.log_sum_sq_probs = moved(r.out.log_sum_sq_probs, 1); });
     add("they need the lse of all", [](Call &r) { r.config.all_classes = 20; });
     add("rows_out->rank is given, which needs all classes at once", [](Call &r) {
         r.out.rank = r.out.argmax;
@@ -240,6 +244,20 @@ TEST_P(LinearCrossEntropyRefused, BadInputsOfBackwardAreRefused)
     add("lse is NULL", [](R &r) { r.lse = nullptr; });
     add("lse" + off, [](R &r) { r.lse = moved(r.lse, 1); });
     add("lse_low" + off, [](R &r) { r.lse_low = moved(r.lse_low, 1); });
+    add("config->dentropy" + off,
+        [](R &r) { r.config.dentropy = moved(static_cast<float *>(r.dentropy.data[0]), 1); });
+    const auto add_to_entropies = [&](const std::string &message, auto spoil) {
+        add(message, [=](R &r) {
+            r.config.dentropy = static_cast<float *>(r.dentropy.data[0]);
+            spoil(r);
+        });
+    };
+    add_to_entropies("config->entropy is NULL", [](R &r) { r.config.entropy = nullptr; });
+    add_to_entropies("config->entropy" + off,
+                     [](R &r) { r.config.entropy = moved(r.config.entropy, 1); });
+    add_to_entropies("config->dentropy_stride is -1", [](R &r) { r.config.dentropy_stride = -1; });
+    add_to_entropies("config->dentropy_stride is ",
+                     [](R &r) { r.config.dentropy_stride = INT64_C(1) << 56; });
     expect_all_refused<R>(*backend, kAll, all);
 }
 

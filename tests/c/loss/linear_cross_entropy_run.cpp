@@ -54,12 +54,13 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
       class_weight(on, {c.classes}, {HR_F32}, 0, values(4, c.weigh, c.weigh / 2)),
       token_weight(on, {c.rows}, {HR_F32}, 0, values(5, 1, 0.5)),
       denominator(on, {1}, {HR_F32}, 0, values(6, 9, 1)),
-      results(on, std::vector<int64_t>(7, c.rows), {HR_F32}, 0, garbage),
+      results(on, std::vector<int64_t>(9, c.rows), {HR_F32}, 0, garbage),
       numbers(on, {1, 2, 1}, {HR_F32}, 0, garbage),
       dhidden(on, {c.rows * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
       dweight(on, {c.classes * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
       dbias(on, {c.classes}, {c.grad_dtype}, 0, garbage),
-      dloss(on, {c.rows}, {HR_F32}, 0, values(7, 1, 0.5)), result(floats(numbers, 0)),
+      dloss(on, {c.rows}, {HR_F32}, 0, values(7, 1, 0.5)),
+      dentropy(on, {c.rows}, {HR_F32}, 0, values(8, 0, 1)), result(floats(numbers, 0)),
       factors(floats(numbers, 1)), scale(floats(numbers, 2)), upstream(floats(dloss, 0)),
       lse(floats(results, 1)), lse_low(floats(results, 2)), rows(c.rows), features(c.features),
       classes(c.classes)
@@ -86,7 +87,12 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
            floats(results, 5),
            floats(results, 6),
            static_cast<int64_t *>(argmaxes[0].data()),
-           c.rank ? static_cast<int64_t *>(ranks[0].data()) : nullptr};
+           c.rank ? static_cast<int64_t *>(ranks[0].data()) : nullptr,
+           floats(results, 7),
+           floats(results, 8)};
+    config.entropy = floats(results, 6);
+    config.dentropy = floats(dentropy, 0, c.dentropy);
+    config.dentropy_stride = 1;
     set_weight(nullptr);
     if (c.format == HR_DENSE)
         return;
@@ -133,15 +139,15 @@ std::vector<uint8_t> LinearCrossEntropyRun::image() const
     return image_of({&hidden.buffers, &weight.buffers, &bias.buffers, &class_weight.buffers,
                      &token_weight.buffers, &denominator.buffers, &results.buffers,
                      &numbers.buffers, &dhidden.buffers, &dweight.buffers, &dbias.buffers,
-                     &dloss.buffers, &targets, &argmaxes, &ranks});
+                     &dloss.buffers, &dentropy.buffers, &targets, &argmaxes, &ranks});
 }
 
 bool LinearCrossEntropyRun::whole() const
 {
     return intact({&hidden.buffers, &weight.buffers, &bias.buffers, &class_weight.buffers,
                    &token_weight.buffers, &denominator.buffers, &results.buffers, &numbers.buffers,
-                   &dhidden.buffers, &dweight.buffers, &dbias.buffers, &dloss.buffers, &targets,
-                   &argmaxes, &ranks, &workspaces});
+                   &dhidden.buffers, &dweight.buffers, &dbias.buffers, &dloss.buffers,
+                   &dentropy.buffers, &targets, &argmaxes, &ranks, &workspaces});
 }
 
 int64_t LinearCrossEntropyRun::target_of(int64_t row) const
@@ -172,8 +178,9 @@ std::ostream &operator<<(std::ostream &out, const LinearCrossEntropyCase &c)
                << (c.class_weight ? ", class weights" : "")
                << (c.token_weight ? ", token weights" : "")
                << (c.denominator ? ", denominator" : "") << (c.int32 ? ", int32" : "")
-               << ", smoothing " << c.smoothing << ", softcap " << c.softcap << ", z-loss "
-               << c.z_loss << ", scale " << c.scale << ", reduction " << c.reduction << ", ignored "
-               << c.ignored << ", sequence " << c.sequence << ", wanted " << c.wanted
-               << ", weight in format " << c.format << (c.nested ? ", nested" : "");
+               << (c.dentropy ? ", gradient of the entropy" : "") << ", smoothing " << c.smoothing
+               << ", softcap " << c.softcap << ", z-loss " << c.z_loss << ", scale " << c.scale
+               << ", reduction " << c.reduction << ", ignored " << c.ignored << ", sequence "
+               << c.sequence << ", wanted " << c.wanted << ", weight in format " << c.format
+               << (c.nested ? ", nested" : "");
 }

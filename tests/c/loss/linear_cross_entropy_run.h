@@ -14,6 +14,7 @@ struct LinearCrossEntropyCase {
     double weigh = 1; // multiplies the weights of classes
     bool bias = false, class_weight = false, token_weight = false, denominator = false;
     bool int32 = false, rank = false;
+    bool dentropy = false; // the backward call has a gradient of the entropies
     double smoothing = 0, softcap = 0, z_loss = 0, scale = 1;
     hr_cross_entropy_reduction reduction = HR_REDUCE_MEAN;
     int64_t ignored = 3;  // every such row; 0: none; 1: all
@@ -47,9 +48,10 @@ class LinearCrossEntropyRun
     hr_linear_cross_entropy_needs needs = {};
     std::vector<Buffer> targets, argmaxes, ranks;
     Tensors hidden, weight, bias, class_weight, token_weight, denominator;
-    // loss, lse, lse_low, target_logit, weighted, largest, entropy; result, factors, scale
+    // loss, lse, lse_low, target_logit, weighted, largest, entropy, mean_logit, log_sum_sq_probs;
+    // result, factors, scale
     Tensors results, numbers;
-    Tensors dhidden, dweight, dbias, dloss;
+    Tensors dhidden, dweight, dbias, dloss, dentropy;
     std::vector<Buffer> workspaces; // the last is in use
     // Arguments, for a test to spoil.
     hr_linear_cross_entropy_inputs inputs = {};

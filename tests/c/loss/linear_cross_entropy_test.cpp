@@ -152,10 +152,10 @@ TEST_P(LinearCrossEntropy, ResultsAndGradientsFollowTheFormulas)
         EXPECT_TRUE(run.whole());
         const Reference exact(run, Vector(size_t(c.rows), 1));
         const double unit = epsilon_of(HR_F32) / 2;
-        const Vector *const wanted[] = {&exact.loss,         &exact.lse, nullptr,
-                                        &exact.target_logit, nullptr,    &exact.largest,
-                                        &exact.entropy};
-        for (size_t k = 0; k < 7; k++) {
+        const Vector *const wanted[] = {
+            &exact.loss,    &exact.lse,     nullptr,           &exact.target_logit,    nullptr,
+            &exact.largest, &exact.entropy, &exact.mean_logit, &exact.log_sum_sq_probs};
+        for (size_t k = 0; k < 9; k++) {
             if (wanted[k])
                 expect_near(run.results.values(k), *wanted[k], 4 * unit, "result of rows");
         }
@@ -185,6 +185,57 @@ TEST_P(LinearCrossEntropy, BackwardComputesTheGradientsOfRows)
         EXPECT_TRUE(run.whole());
         expect_gradients(run, Reference(run, run.dloss.values(0)), 1);
     }
+}
+
+// Of losses and entropies together, and of entropies alone.
+TEST_P(LinearCrossEntropy, BackwardComputesTheGradientsOfEntropies)
+{
+    for (Case c : cases()) {
+        if (c.wanted == 0)
+            continue;
+        c.dentropy = true;
+        SCOPED_TRACE(testing::PrintToString(c));
+        Call run(*backend, c);
+        ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(run.backward(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(run.whole());
+        const Vector of_entropy = run.dentropy.values(0);
+        expect_gradients(run, Reference(run, run.dloss.values(0), of_entropy), 1);
+        if (c.rows == 0)
+            continue;
+        const Buffer zero(*backend, std::vector<uint8_t>(4, 0));
+        run.upstream = static_cast<const float *>(zero.data());
+        run.upstream_stride = run.config.dentropy_stride = 0;
+        ASSERT_EQ(run.backward(), HR_OK) << hr_last_error();
+        const Vector zeros(of_entropy.size(), 0), same(of_entropy.size(), of_entropy[0]);
+        expect_gradients(run, Reference(run, zeros, same), 1);
+    }
+}
+
+// Classes that are masked by minus infinity have no gradient, and change no result.
+TEST_P(LinearCrossEntropy, MaskedClassesAddNothingToEntropies)
+{
+    const Case all = {.bias = true, .dentropy = true, .ignored = 0};
+    Case fewer = all;
+    fewer.classes = 7;
+    Call few(*backend, fewer), run(*backend, all);
+    std::vector<float> bias(11, -INFINITY);
+    for (size_t j = 0; j < 7; j++)
+        bias[j] = float(few.bias.values(0)[j]);
+    backend->upload(run.bias.data[0], bias.data(), sizeof(float) * 11);
+    for (int64_t row = 0; row < all.rows; row++) {
+        run.set_target(row, row % 7);
+        few.set_target(row, row % 7);
+    }
+    for (const Call *one : {&few, &run}) {
+        ASSERT_EQ(one->forward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(one->backward(), HR_OK) << hr_last_error();
+    }
+    for (const size_t k : {0u, 1u, 6u, 8u}) // and not the mean, which is minus infinity
+        expect_near(run.results.values(k), few.results.values(k), epsilon_of(HR_F32), "result");
+    expect_near(run.dhidden.values(0), few.dhidden.values(0), epsilon_of(HR_F32), "dhidden");
+    for (size_t j = 0; j < 11; j++)
+        EXPECT_EQ(run.dbias.values(0)[j] == 0, j >= 7) << j;
 }
 
 // In parts of 64 classes, where there are more features than 4 MiB hold of these.
@@ -377,13 +428,19 @@ TEST_P(LinearCrossEntropy, AConfigOfAnOlderHeaderHasDefaults)
     const Call now(*backend, {});
     Call older(*backend, {});
     ASSERT_EQ(now.forward(), HR_OK) << hr_last_error();
-    for (const size_t size : {offsetof(hr_linear_cross_entropy_config, matrix) + 4,
+    for (const size_t size : {offsetof(hr_linear_cross_entropy_config, dentropy) + 4,
+                              offsetof(hr_linear_cross_entropy_config, entropy),
+                              offsetof(hr_linear_cross_entropy_config, matrix) + 4,
                               offsetof(hr_linear_cross_entropy_config, matrix),
                               offsetof(hr_linear_cross_entropy_config, check_target)}) {
-        older.config.matrix = reinterpret_cast<const hr_matrix *>(1);
+        if (size < offsetof(hr_linear_cross_entropy_config, entropy))
+            older.config.matrix = reinterpret_cast<const hr_matrix *>(1);
+        older.config.dentropy = reinterpret_cast<const float *>(1);
         cut(older.config, size);
         ASSERT_EQ(older.forward(), HR_OK) << hr_last_error();
         EXPECT_EQ(now.image(), older.image());
+        ASSERT_EQ(older.backward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(older.forward(), HR_OK) << hr_last_error();
     }
 }
 
@@ -503,6 +560,15 @@ TEST(LinearCrossEntropyBits, AreTheSameOnEveryInstructionSetAndThreadCount)
     all.push_back(
         {.bias = true, .smoothing = 0.1, .z_loss = 0.1, .scale = 3e38}); // infinite logits
     expect_bits_on_the_cpu<Call>(all);
+}
+
+TEST(LinearCrossEntropyBits, OfEntropiesAreTheSameOnEveryInstructionSetAndThreadCount)
+{
+    std::vector<Case> all = {cases()[9], cases()[10], cases()[11]};
+    all.push_back({.rows = 90, .features = 13, .classes = 700, .limit = 40 * 700 * 4});
+    for (Case &c : all)
+        c.dentropy = true;
+    expect_bits_on_the_cpu<LinearCrossEntropyBackwardRun>(all);
 }
 
 TEST(LinearCrossEntropyBits, RepeatOnCuda)

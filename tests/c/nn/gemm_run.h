@@ -56,8 +56,11 @@ class GemmRun
           b(backend, b_shape.numel(c.one_b ? 1 : c.batch), {c.dtype}, c.shift, noise_of(B)),
           c(backend, c_shape.numel(c.batch), {c.out_dtype}, c.shift,
             c.beta != 0 && !c.addend ? noise_of(C) : garbage),
-          addend(backend, addend_shape.numel(1, c.addend), {c.out_dtype}, c.shift,
-                 c.beta != 0 ? noise_of(C) : garbage),
+          addend(backend,
+                 {c.addend && c.batch > 0
+                      ? (c.batch - 1) * c_shape.batch_stride + c.m * addend_shape.stride
+                      : 0},
+                 {c.out_dtype}, c.shift, c.beta != 0 ? noise_of(C) : garbage),
           bias(backend, {c.bias ? c.n : 0}, {c.out_dtype}, c.shift, noise_of(BIAS)),
           aux(backend, aux_shape.numel(1, c.aux), {c.out_dtype}, c.shift,
               c.epilogue == HR_GEMM_DGELU ? noise_of(AUX) : garbage),
@@ -124,7 +127,7 @@ class GemmRun
     double at_addend(int64_t index, int64_t i, int64_t j) const
     {
         return shape.addend
-                   ? before[4][size_t(i * addend_shape.stride + j)]
+                   ? before[4][size_t(index * config.batch_stride_c + i * addend_shape.stride + j)]
                    : before[2][size_t(index * config.batch_stride_c + i * c_shape.stride + j)];
     }
 

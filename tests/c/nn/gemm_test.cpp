@@ -89,7 +89,7 @@ std::vector<GemmCase> cases(bool long_ones)
                 c.batch = turn % 6 == 5 ? 3 : 1;
                 c.one_b = turn % 12 == 11;
                 c.shift = turn % 3 == 2;
-                c.addend = c.batch == 1 && turn % 2 == 0;
+                c.addend = turn % 2 == 0 || turn % 12 == 5;
                 all.push_back(c);
                 turn++;
             }

@@ -208,7 +208,8 @@ def test_every_command_has_json_and_help(capsys):
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0
-        assert "--json" in capsys.readouterr().out, name
+        # What a program prints that is run is its own.
+        assert ("--json" in capsys.readouterr().out) == (name != "run"), name
 
 
 def test_report(folder, capsys, answer):

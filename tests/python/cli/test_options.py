@@ -52,9 +52,10 @@ USAGE = {
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
     "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
     "[--json] MODEL",
+    "run": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
-    "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
+    "convert": "--to LIBRARY [--from LIBRARY] [--rule {adam,sgd,lion}] [--key KEY] "
     "[--param-dtype {float32,bfloat16,float16}] [--block-size BLOCK_SIZE] "
     "[--min-8bit-size MIN_8BIT_SIZE] [--json] IN OUT",
     "doctor": "[--loader MODULE:FUNCTION] [--json]",
@@ -70,7 +71,8 @@ def test_usage_and_help(monkeypatch, capsys):
     )
     assert list(commands.choices) == list(USAGE)
     for name, command in commands.choices.items():
-        assert command.format_usage() == f"usage: headroom {name} [-h] {USAGE[name]}\n"
+        usage = "" if name == "run" else "[-h] "
+        assert command.format_usage() == f"usage: headroom {name} {usage}{USAGE[name]}\n"
         text = command.format_help()
         for action in command._actions:
             assert action.help is None or action.help.split("%")[0] in text
@@ -104,18 +106,21 @@ def test_defaults():
         ("fit", "m", "--ladder"): step
         | {"budget": None, "ladder": True, "max_batch": False, "measure": False}
         | {"allow": [], "host_budget": None, "png": None, "out": None},
+        ("run", "a"): {"register": False, "budget": None, "host_budget": None, "allow": []}
+        | {"snapshot_on_oom": None, "profile": None, "is_module": False, "program": ["a"]},
         ("report", "a"): {"files": [a], "out": None, "title": None}
         | {"terminal": False, "top": 10},
         ("diff", "a", "b"): {"a": a, "b": b, "at": "peak", "device": None}
         | {"fail_above": None, "top": 10},
         ("convert", "a", "b", "--to", "torch"): {"source": a, "target": b, "to": "torch"}
-        | {"from_": None, "key": None, "param_dtype": None, "block_size": None}
+        | {"from_": None, "rule": None, "key": None, "param_dtype": None, "block_size": None}
         | {"min_8bit_size": 4096},
         ("doctor",): {"loader": None},
     }
     for words, wanted in expected.items():
         found = vars(read(*words))
-        assert found.pop("options")["json"] == "--json" and callable(found.pop("run"))
+        json = "" if words[0] == "run" else "--json"  # what a program prints is its own
+        assert found.pop("options").get("json", "") == json and callable(found.pop("run"))
         assert found == wanted | {"version": False, "command": words[0], "json": False}
 
 

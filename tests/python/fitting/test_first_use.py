@@ -187,6 +187,7 @@ def test_a_ladder_of_something_else_is_refused():
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
         ({"optimizer": torch.optim.SGD}, "optimizer, another allow"),
         ({"amp": torch.bfloat16}, "amp"),
+        ({"prefetch": True}, "prefetch"),
     ):
         with pytest.raises(ValueError, match=f"ladder was made with another {named}"):
             options = {"loss": mse_loss, **changed}

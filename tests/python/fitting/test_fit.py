@@ -8,15 +8,19 @@ import pytest
 import torch
 from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.apply.applied import Applied
+from headroom.fitting.arguments import checked
 from headroom.fitting.costs import measure
 from headroom.fitting.search import candidates, changes
+from headroom.fitting.search.techniques import techniques_of
 from headroom.nn import Transformer, TransformerConfig
 from headroom.optim.replacing import obstacle, replacement
+from headroom.planning.api import plan_of
 from headroom.release.handle import BUCKET_BYTES, bucket_of
+from headroom.step.micro_batches import bytes_of
 from headroom.step.pass_seconds import PassSeconds
 from torch import nn
 
-from helpers.fitting import cross_entropy, ours
+from helpers.fitting import cross_entropy, ours, step_of
 
 
 class Residual(nn.Module):
@@ -227,7 +231,7 @@ def test_an_optimizer_that_has_begun_or_has_a_scheduler_is_kept():
     cross_entropy(model(batch[0]), batch[1]).backward()
     optimizer.step()
     assert "begun" in obstacle(optimizer)
-    assert "SGD" in obstacle(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "RMSprop" in obstacle(torch.optim.RMSprop(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -475,3 +479,27 @@ def two_steps(runs_out):
 
 def test_a_step_that_runs_out_of_memory_has_the_bits_of_a_leaner_start(steady_times):
     assert all(map(torch.equal, two_steps(runs_out=True), two_steps(runs_out=False)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_prefetcher_holds_a_whole_batch_on_a_gpu(count):
+    """Whatever parts it is cut into."""
+    model, (tokens, target) = ours()
+    batch = tokens.contiguous(), target
+    held = []
+    for prefetch in (False, True):
+        step = checked(step_of(model, batch, cross_entropy).but(prefetch=prefetch))
+        made = candidates.Candidates(techniques_of(step))
+        choice = Choice(micro_batches=count)
+        planned = made.step_with(choice, [], made.techniques.optimizer_of(choice))
+        plan = plan_of(planned.but(device=torch.device("cuda")))
+        held.append(plan.peak_by_kind["batch"])
+    assert held == [bytes_of(batch), 2 * bytes_of(batch)]
+
+
+def test_fit_plans_with_a_prefetcher():
+    model, batch = ours()
+    fitted = headroom.fit(
+        model, batch, budget="1 GiB", loss=cross_entropy, prefetch=True, dry_run=True
+    )
+    assert fitted.plan.options["prefetch"] == "on"

@@ -12,7 +12,7 @@ from headroom._core.frontier_chart import Series, draw_frontier, telling
 from headroom.fitting import Choice
 from headroom.fitting.ladder import Ladder, Rung, distinct
 from headroom.reports import read
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW, RMSprop
 
 from helpers import fitted_models
 
@@ -191,7 +191,7 @@ def made():
         return output.square().mean()
 
     def optimizer(cls):
-        return cls(model.parameters(), lr=1e-3, **({"momentum": 0.9} if cls is SGD else {}))
+        return cls(model.parameters(), lr=1e-3)
 
     def begun(cls):
         found = optimizer(cls)
@@ -202,7 +202,7 @@ def made():
 
     ladders = {
         cls: headroom.ladder(model, batch, loss=loss, optimizer=optimizer(cls))
-        for cls in (SGD, AdamW)
+        for cls in (RMSprop, AdamW)
     }
 
     def fit(budget="1 GiB", **options):
@@ -213,8 +213,8 @@ def made():
 
 def test_the_optimizer_of_a_call_with_a_ladder_is_the_one_that_it_is_given(made):
     """With the state that it has, and not another one that the ladder was made with."""
-    given = made.begun(SGD)
-    fitted = made.fit(optimizer=given, ladder=made.ladders[SGD])
+    given = made.begun(RMSprop)
+    fitted = made.fit(optimizer=given, ladder=made.ladders[RMSprop])
     assert fitted.optimizer is given and len(given.state) == 12
     fitted.undo()
 
@@ -230,14 +230,14 @@ def test_each_call_with_a_ladder_replaces_its_own_optimizer(made):
     assert first.optimizer is not second.optimizer
     with pytest.raises(ValueError, match="before its optimizer had begun to train"):
         made.fit(optimizer=made.begun(AdamW), ladder=ladder)
-    other = SGD(first.model.parameters(), lr=1e-3)
+    other = RMSprop(first.model.parameters(), lr=1e-3)
     with pytest.raises(ValueError, match="ladder was made with another optimizer"):
         made.fit(optimizer=other, ladder=ladder)
 
 
 def test_a_call_that_is_given_a_choice_leaves_the_ladder_as_it_is(made):
-    ladder = made.ladders[SGD]
-    options = {"optimizer": made.optimizer(SGD), "ladder": ladder, "dry_run": True}
+    ladder = made.ladders[RMSprop]
+    options = {"optimizer": made.optimizer(RMSprop), "ladder": ladder, "dry_run": True}
     budget = int(1.02 * ladder.points[0].peak) + (64 << 10)
     before = made.fit(budget, **options)
     given = made.fit(choice={}, **options)

@@ -114,7 +114,11 @@ def test_a_choice_above_the_budget_is_refused_and_changes_nothing(unmeasured):
         (Choice(("L0",) * 3), {}, "choice has 3 levels, wanted 4"),
         (Choice(("L0",) * 4, 4), {}, "choice has micro_batches=4, wanted one of 1, 2, 6"),
         (Choice(("L0",) * 4, fused_loss=True), {}, "choice has fused_loss=True"),
-        (Choice(("L0",) * 4, optimizer="headroom"), {"optimizer": torch.optim.SGD}, "SGD has no"),
+        (
+            Choice(("L0",) * 4, optimizer="headroom"),
+            {"optimizer": torch.optim.SGD},
+            "SGD without momentum",
+        ),
         (Choice(("L0",) * 4, release=True), {}, "choice has release=True, wanted one of False"),
         (Choice(("L0",) * 4, optimizer="lion"), {}, "choice has optimizer='lion'"),
         (

@@ -1,6 +1,8 @@
 """What can be chosen for a model, from its optimizer, its batch and what is allowed; in which order
 the search takes candidates."""
 
+import functools
+
 import headroom
 import pytest
 import torch
@@ -72,8 +74,15 @@ def test_optimizers_that_may_take_the_place_of_another():
     }
     sgd = techniques(torch.optim.SGD)
     assert pairs(sgd) == {given} and sgd.notes[0].startswith(
-        "the optimizer stays as it is: SGD has"
+        "the optimizer stays as it is: SGD without momentum has no state"
     )
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    assert pairs(techniques(momentum, ("8bit", "adafactor"))) == {given, ours, eight}
+    found = techniques(momentum, ("8bit", "bf16"))
+    assert pairs(found) == {given, ours, eight, ("headroom", "bf16"), ("8bit", "bf16")}
+    assert type(found.optimizers["8bit", "bf16"]) is headroom.optim.SGD8bit
+    assert pairs(techniques(headroom.optim.Lion, ("8bit",))) == {given, eight}
+    assert pairs(techniques(headroom.optim.Lion8bit, ("8bit", "adafactor"))) == {given}
     assert techniques(headroom.optim.Adafactor).notes == ()
     assert len(techniques(headroom.optim.Adafactor, ("8bit",)).notes) == 1
 

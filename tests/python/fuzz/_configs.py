@@ -41,6 +41,17 @@ Adafactor = config(
     ("beta2_decay eps1 eps2 clip_threshold weight_decay beta1", c_double),
     ("scale_parameter relative_step warmup_init", c_int32),
 )
+MuonMatrix = struct(("rows cols stride transposed", c_int64), sizes=("rows", "cols", "stride"))
+MuonMomentum = config(("step", Step), ("momentum", c_double), ("nesterov block_size", c_int32))
+MuonUpdate = config(("step", Step), ("weight_decay beta2", c_double))
+NewtonSchulz = config(
+    ("dtype variant", c_int32),
+    ("coefficients", POINTER(c_double)),
+    ("steps", c_int64),
+    ("eps", c_double),
+    ("allow_tf32 allow_reduced_precision_reduction deterministic", c_int32),
+    sizes=("steps",),
+)
 UnscaleNorm = config(
     ("p max_norm", c_double), ("write", c_int32), ("grad_scale clip_coef", c_void_p)
 )

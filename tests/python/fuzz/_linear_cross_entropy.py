@@ -39,7 +39,8 @@ Config = config(
     ("sequence first_class all_classes most_counted", c_int64),
     ("workspace_limit", c_size_t),
     ("check_target capability", c_int32),
-    ("matrix", c_void_p),
+    ("matrix entropy dentropy", c_void_p),
+    ("dentropy_stride", c_int64),
     sizes=("all_classes",),
 )
 Inputs = struct(
@@ -47,6 +48,7 @@ Inputs = struct(
 )
 Results = struct(
     ("loss lse lse_low target_logit weighted largest entropy argmax rank", c_void_p),
+    ("mean_logit log_sum_sq_probs", c_void_p),
 )
 Grads = struct(("hidden weight", Rows), ("bias", c_void_p))
 Needs = struct(("workspace", c_size_t), ("rows classes", c_int64), ("mode", c_int32))
@@ -172,6 +174,8 @@ def backward(rng: random.Random, memory: Memory) -> Call:
     workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
     dloss, stride = vector(rng, memory), c_int64(rng.choice([0, 1, 3]))
     factors, lse, low = (vector(rng, memory, F32, chance) for chance in (0.5, 1.0, 0.5))
+    own.entropy, own.dentropy = vector(rng, memory), vector(rng, memory, F32, 0.5)
+    own.dentropy_stride = rng.choice([0, 1, 3])
     arguments = [grads, dloss, stride, factors, lse, low, inputs, *sizes, own, workspace, size]
     more = (inputs.hidden, inputs.weight, grads.hidden, grads.weight, *matrices)
     return call("hr_linear_cross_entropy_backward", [*arguments, exec_()], written, more)

@@ -44,6 +44,7 @@ from tests.python.fuzz._c_calls import (
     OK,
     U8,
     Call,
+    Limited,
     List,
     Memory,
     exec_,
@@ -54,6 +55,10 @@ from tests.python.fuzz._configs import (
     AdamW,
     AdamW8bit,
     Momentum,
+    MuonMatrix,
+    MuonMomentum,
+    MuonUpdate,
+    NewtonSchulz,
     NormResult,
     Place,
     Quantize,
@@ -237,6 +242,99 @@ def adafactor(rng: random.Random, memory: Memory) -> Call:
     return Call("hr_adafactor", arguments, lists, [*structs, where], arrays)
 
 
+def muon_parts(rng: random.Random, memory: Memory):
+    """Matrices, their updates, and workspace for both passes."""
+    count = rng.randrange(4)
+    matrices = (MuonMatrix * LISTS)()
+    for k in range(LISTS):
+        rows, cols = rng.choice([(8, 9), (1, 7), (0, 5), (20, 13), (16, 16)])
+        stride = max(rows, cols) + rng.choice([0, 0, 3])
+        matrices[k] = MuonMatrix(rows, cols, stride, rng.randrange(2))
+    numels = [m.rows * m.cols for m in matrices[:count]]
+    updates = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    needed = c_size_t()
+    assert LIBRARY.hr_muon_workspace(byref(needed), byref(matrices), c_int64(count)) == OK
+    return matrices, numels, updates, c_void_p(memory.take(max(needed.value, 8))), needed
+
+
+def muon_momentum(rng: random.Random, memory: Memory) -> Call:
+    matrices, numels, updates, workspace, needed = muon_parts(rng, memory)
+    config = MuonMomentum(ctypes.sizeof(MuonMomentum))
+    config.momentum, config.nesterov = 0.95, rng.randrange(2)
+    config.block_size = rng.choice([64, 128, 256, 512])
+    scalars(rng, memory, config.step)
+    in_codes = rng.random() < 0.5
+    kinds = [U8 if in_codes else rng.choice(FLOATS) for _ in numels]
+    moments = List(memory, kinds, numels)
+    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    blocks = [-(-n // config.block_size) for n in numels]
+    absmaxs = List(memory, [F32] * len(numels), blocks) if in_codes else None
+    squares, where = c_void_p(memory.take(4 * LISTS)), exec_()
+    arguments = [updates, squares, moments, absmaxs, grads, matrices, config]
+    lists = [updates, moments, grads, *([absmaxs] if absmaxs else [])]
+    structs = [config, config.step, where]
+    return Call(
+        "hr_muon_momentum", [*arguments, workspace, needed, where], lists, structs, [matrices]
+    )
+
+
+def muon_update(rng: random.Random, memory: Memory) -> Call:
+    matrices, numels, updates, workspace, needed = muon_parts(rng, memory)
+    config = MuonUpdate(ctypes.sizeof(MuonUpdate))
+    config.weight_decay, config.beta2 = 0.1, 0.95
+    scalars(rng, memory, config.step)
+    structs, lists, arrays = [config, config.step], [updates], [matrices]
+    dtypes = [rng.choice(FLOATS) for _ in numels]
+    if rng.random() < 0.5:
+        w, residuals, places, dtypes = weights(rng, memory, numels, dtypes)
+        config.step.weights = ctypes.pointer(w)
+        config._keep = w
+        structs.append(w)
+        lists += [residuals] if residuals else []
+        arrays += [places] if places else []
+    params = List(memory, dtypes, numels)
+    rows = [m.rows for m in matrices[: len(numels)]]
+    row_vars = List(memory, [F32] * len(rows), rows) if rng.random() < 0.5 else None
+    counters = steps(rng, memory, len(numels))
+    scales = (c_double * LISTS)(*[1.0] * LISTS) if rng.random() < 0.5 else None
+    lists += [params, *(each for each in (row_vars, counters) if each)]
+    where = exec_()
+    arguments = [params, row_vars, counters, updates, matrices, scales, config]
+    arguments += [workspace, needed, where]
+    return Call("hr_muon_update", arguments, lists, [*structs, where], arrays)
+
+
+def newton_schulz(rng: random.Random, memory: Memory) -> Call:
+    numbers = (c_double * 15)(*[3.4445, -4.775, 2.0315] * 5)
+    batch, m, n = rng.choice([(1, 3, 5), (3, 4, 4), (2, 1, 9), (0, 3, 5)])
+    config = NewtonSchulz(ctypes.sizeof(NewtonSchulz))
+    config.dtype, config.variant = rng.choice(FLOATS), rng.randrange(2)
+    config.steps, config.eps = rng.randrange(1, 6), 1e-7
+    if rng.random() < 0.5:
+        config.coefficients = numbers
+    where, needed = exec_(), c_size_t()
+    sizes = [Limited(batch), c_int64(m), Limited(n)]
+    query = LIBRARY.hr_newton_schulz_workspace
+    assert query(byref(needed), *sizes, byref(config), byref(where)) == OK
+    x, squares = (c_void_p(memory.take(4 * size + 4)) for size in (batch * m * n, batch))
+    workspace = c_void_p(memory.take(max(needed.value, 64)))
+    arguments = [x, squares, *sizes, config, workspace, needed, where]
+    return Call("hr_newton_schulz", arguments, structs=[config, where])
+
+
+def newton_schulz_workspace(rng: random.Random, memory: Memory) -> Call:
+    config = NewtonSchulz(ctypes.sizeof(NewtonSchulz), F32, 0, None, 5, 1e-7)
+    where, sizes = exec_(), [c_int64(each) for each in (2, 3, 5)]
+    arguments = [memory.struct(c_size_t * 1), *sizes, config, where]
+    return Call("hr_newton_schulz_workspace", arguments, structs=[config, where])
+
+
+def muon_workspace(rng: random.Random, memory: Memory) -> Call:
+    matrices = (MuonMatrix * LISTS)(*(MuonMatrix(8, 9, 9, 0) for _ in range(LISTS)))
+    arguments = [memory.struct(c_size_t * 1), matrices, c_int64(3)]
+    return Call("hr_muon_workspace", arguments, arrays=[matrices])
+
+
 def unscale_norm(rng: random.Random, memory: Memory) -> Call:
     numels = sizes(rng)
     grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
@@ -339,6 +437,7 @@ def dynamic_map(rng: random.Random, memory: Memory) -> Call:
 
 
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, momentum, momentum, adafactor, adafactor)
+CALLS += (muon_momentum, muon_update, muon_workspace, newton_schulz, newton_schulz_workspace)
 CALLS += (unscale_norm, update_scale)
 CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size

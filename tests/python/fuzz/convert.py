@@ -11,7 +11,7 @@ import sys
 
 import headroom
 import torch
-from headroom.state.convert import LIBRARIES
+from headroom.state.convert import LIBRARIES, RULES
 from tests.python.fuzz._driver import hostile, main, mutated, snapshot
 
 SHAPES = ((12, 8), (70,), ())
@@ -42,9 +42,12 @@ def sources() -> dict:
             "remainder16": (optim.AdamW, {"master": "remainder16"}),
             "torch": (torch.optim.AdamW, {}),
             "adafactor": (torch.optim.Adafactor, {}),
+            "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+            "lion": (optim.Lion8bit, {"block_size": 64, "min_8bit_size": 16}),
         }
         for name, (kind, options) in kinds.items():
             _made[name] = trained(kind, **options).state_dict()
+        _made["bnb-lion"] = headroom.state.convert_state(_made["lion"], "bitsandbytes-8bit")[0]
         for name in LIBRARIES:
             if name not in _made:
                 state = _made["headroom-8bit"]
@@ -65,8 +68,10 @@ def case(rng: random.Random) -> str:
         state = mutated(rng, state, rng.choice([1, 1, 2, 3]))
     options = {}
     if rng.random() < 0.15:
-        option = ("param_dtype", "block_size", "min_8bit_size", "from_")
+        option = ("param_dtype", "block_size", "min_8bit_size", "from_", "rule")
         options[rng.choice(option)] = hostile(rng)
+    if rng.random() < 0.2:
+        options["rule"] = rng.choice([*RULES])
     to = rng.choice(list(LIBRARIES)) if rng.random() < 0.95 else hostile(rng)
     if rng.random() < 0.1:
         options["from_"] = rng.choice(list(LIBRARIES))

@@ -204,6 +204,66 @@ def adafactor(rng: random.Random) -> Call:
     return Call("adafactor_", lists, **rule, **options)
 
 
+def muon_places(rng: random.Random, shapes: list) -> list[Tensor]:
+    """Updates whose rows or columns are dense."""
+    dtypes = [rng.choice(FLOATS) for _ in shapes]
+    turned = [rng.random() < 0.5 for _ in shapes]
+    return [
+        tensor(rng, shape[::-1], dtype).T if turn else tensor(rng, shape, dtype)
+        for shape, dtype, turn in zip(shapes, dtypes, turned)
+    ]
+
+
+MATRICES = ((3, 4), (1, 5), (0, 3), (70, 5), (40, 300))
+
+
+def muon_momentum(rng: random.Random) -> Call:
+    shapes = [rng.choice(MATRICES) for _ in range(rng.randrange(4))]
+    size, in_codes = rng.choice([64, 128, 256, 512]), rng.random() < 0.5
+    scales = [(-(-math.prod(shape) // size),) for shape in shapes if in_codes]
+    lists = {
+        "grads": [tensor(rng, shape, rng.choice(FLOATS)) for shape in shapes],
+        "moments": [
+            tensor(rng, shape, torch.uint8 if in_codes else rng.choice(FLOATS)) for shape in shapes
+        ],
+        "absmaxs": [tensor(rng, shape, torch.float32) for shape in scales],
+        "updates": muon_places(rng, shapes),
+        "squares": tensor(rng, (len(shapes),), torch.float32),
+    }
+    rule = {"momentum": 0.95, "nesterov": rng.random() < 0.5, "maximize": False}
+    options = scalars(rng, ("grad_scale", "found_inf", "clip_coef"))
+    return Call("muon_momentum_", lists, block_size=size, **rule, **options)
+
+
+def muon_update(rng: random.Random) -> Call:
+    shapes = [rng.choice(MATRICES) for _ in range(rng.randrange(4))]
+    residuals, options, dtypes = weights(rng, shapes)
+    dtypes = dtypes or [rng.choice(FLOATS) for _ in shapes]
+    rows = [shape[:1] for shape in shapes] if rng.random() < 0.5 else []
+    counted = shapes if rng.random() < 0.8 else []
+    lists = {
+        "params": [tensor(rng, shape, dtype) for shape, dtype in zip(shapes, dtypes)],
+        "updates": muon_places(rng, shapes),
+        "row_vars": [tensor(rng, shape, torch.float32) for shape in rows],
+        "state_steps": [torch.tensor(3.0) for _ in counted],
+        "residuals": residuals,
+    }
+    rule = {"lr": 1e-3, "weight_decay": 0.1, "beta2": 0.95, "scales": [1.0] * len(shapes)}
+    options |= scalars(rng, ("found_inf", "lr_tensor"))
+    return Call("muon_update_", lists, **rule, **options)
+
+
+def newton_schulz(rng: random.Random) -> Call:
+    batch, m, n = rng.choice([(3, 4, 9), (1, 5, 5), (0, 2, 3), (2, 1, 70)])
+    tensors = {
+        "x": torch.ones(batch, m, n, dtype=rng.choice(FLOATS)),
+        "squares": tensor(rng, (batch,), torch.float32),
+        "workspace": torch.zeros(1 << 13, dtype=torch.uint8),
+    }
+    rule = {"coefficients": [3.4445, -4.775, 2.0315] * rng.randrange(1, 6), "eps": 1e-7}
+    return Call("newton_schulz_", tensors, gram=rng.random() < 0.5, precision=0, **rule)
+
+
 def unscale_norm(rng: random.Random) -> Call:
     grads = [tensor(rng, rng.choice(SHAPES), rng.choice(FLOATS)) for _ in range(rng.randrange(4))]
     options = scalars(rng, ("grad_scale", "clip_coef"))
@@ -287,7 +347,7 @@ def of_rows(op: RowOp, name: str) -> Callable[[random.Random], Call]:
 
 
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, momentum, momentum, adafactor, adafactor)
-CALLS += (unscale_norm, update_scale)
+CALLS += (muon_momentum, muon_update, newton_schulz, unscale_norm, update_scale)
 CALLS = (
     *CALLS,
     join_weights,

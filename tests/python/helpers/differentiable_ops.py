@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from headroom import linear_cross_entropy
+from headroom import linear_cross_entropy, linear_log_prob
 from headroom.functional import (
     cross_entropy,
     dequantize_matrix,
@@ -50,6 +50,11 @@ class DifferentiableOp:
             torch.randn(shape, generator=generator).to(device=device, dtype=dtype).requires_grad_()
             for shape in self.shapes
         ]
+
+
+def _log_probs_reference(logits, target):
+    logp = logits.log_softmax(-1)
+    return -F.nll_loss(logp, target, reduction="none"), -(logp.exp() * logp).sum(-1)
 
 
 def _rms_reference(x, weight):
@@ -197,6 +202,12 @@ OPS = [
         "linear_cross_entropy of rows",
         lambda x, w: linear_cross_entropy(x, w, _targets(x), reduction="none", softcap=9.0),
         lambda x, w: F.cross_entropy(9 * (_linear(x, w) / 9).tanh(), _targets(x), reduction="none"),
+        (_ROWS, (COLS, COLS)),
+    ),
+    DifferentiableOp(
+        "linear_log_prob and entropies",
+        lambda x, w: linear_log_prob(x, w, _targets(x), return_entropy=True),
+        lambda x, w: _log_probs_reference(_linear(x, w), _targets(x)),
         (_ROWS, (COLS, COLS)),
     ),
     DifferentiableOp(

@@ -2,11 +2,15 @@
 
 A function runs on every rank as ``function(rank, *arguments)`` and fails by raising, on any rank.
 If a rank fails or does not answer in time, all processes are killed and the next call starts new
-ones: another rank may be waiting in a collective for ever.
+ones: another rank may be waiting in a collective for ever. Of a rank that died, such as of memory
+that was overwritten, the failure says by which signal, what it had printed last, and what each of
+its threads was doing.
 """
 
 import datetime
+import faulthandler
 import os
+import signal
 import tempfile
 import traceback
 from multiprocessing.connection import wait
@@ -18,9 +22,14 @@ from helpers import fresh
 
 WORLD_SIZE = 2
 SECONDS = 60  # a scenario takes less than two; a hang must fail
+DIED = "the process died"
+LAST = 8000  # characters that a rank printed, which a failure shows
 
 
-def _serve(rank, world_size, rendezvous, pipe):
+def _serve(rank, world_size, rendezvous, pipe, printed):
+    file = open(printed, "w")  # as long as the process lives
+    os.dup2(file.fileno(), 2)  # the C library's last words, too
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -47,11 +56,13 @@ class Ranks:
         self._world_size = world_size
         self._processes = []
         self._pipes = []
+        self._folder = None  # of what the processes print
 
     def __call__(self, function, *arguments):
         try:
             if not self._processes:
                 self._start()
+            self._calls += 1
             for pipe in self._pipes:
                 pipe.send((function, arguments))
             self._wait(function.__name__)
@@ -68,37 +79,62 @@ class Ranks:
 
     def _start(self):
         context = fresh.context()
+        self._folder = tempfile.TemporaryDirectory()
         handle, rendezvous = tempfile.mkstemp()
         os.close(handle)
         os.remove(rendezvous)  # gloo makes it
         for rank in range(self._world_size):
             here, there = context.Pipe()
-            arguments = rank, self._world_size, rendezvous, there
+            arguments = rank, self._world_size, rendezvous, there, self._printed(rank)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()  # else the death of the process could not be seen
             self._processes.append(process)
             self._pipes.append(here)
+        self._calls = 0
         self._wait("the start of the processes")
 
     def _wait(self, what):
-        """The failure of the rank that failed first: others only report that they waited."""
+        """The failure of the rank that died, or failed first: others report that they waited."""
         waiting = dict(zip(self._pipes, range(self._world_size)))
         while waiting:
             ready = wait(waiting, timeout=SECONDS)
             if not ready:
                 raise TimeoutError(f"rank {sorted(waiting.values())} hangs in {what}")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    failure = pipe.recv()
-                except EOFError:
-                    failure = "the process died"
-                if failure is not None:
-                    raise AssertionError(f"rank {rank} failed in {what}:\n{failure}")
+            failures = self._failures(ready, waiting)
+            if failures:
+                failures += self._failures(wait(waiting, timeout=1), waiting)
+                rank, failure = min(failures, key=lambda one: one[1] is not DIED)
+                failure = self._last_words(rank) if failure is DIED else failure
+                raise AssertionError(f"rank {rank} failed in {what}:\n{failure}")
+
+    def _failures(self, ready, waiting):
+        found = []
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                failure = pipe.recv()
+            except EOFError:
+                failure = DIED
+            found += [] if failure is None else [(rank, failure)]
+        return found
+
+    def _printed(self, rank):
+        return os.path.join(self._folder.name, str(rank))
+
+    def _last_words(self, rank):
+        process = self._processes[rank]
+        process.join(SECONDS)
+        code = process.exitcode
+        how = f"of {signal.Signals(-code).name}" if code and code < 0 else f"with status {code}"
+        with open(self._printed(rank), errors="replace") as file:
+            return f"{DIED} {how}, in call {self._calls}\n{file.read()[-LAST:]}"
 
     def _kill(self):
         for process in self._processes:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,5 +1,9 @@
 """The Trainer of Lightning within a budget of memory."""
 
+import pkgutil
+import re
+from pathlib import Path
+
 import headroom
 import pytest
 import torch
@@ -207,3 +211,25 @@ def test_a_module_is_quantized_before_a_run_with_frozen_weights_in_few_bits_resu
     _, _, whole = trained(tmp_path, second, module=module, resume=tmp_path / "half.ckpt")
     assert whole.global_step == 4 and second.fitted.choice.frozen == "given"
     assert any("are quantized already" in note for note in second.fitted.notes)
+
+
+def test_the_environment_asks_for_a_budget(tmp_path, monkeypatch):
+    """By an entry point of Lightning, silently without one, and beside a callback of the program
+    once."""
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    group = (
+        r'^\[project\.entry-points\."lightning\.pytorch\.callbacks_factory"\]\nheadroom = "(.+?)"'
+    )
+    made = pkgutil.resolve_name(re.search(group, text, re.MULTILINE)[1])
+    monkeypatch.delenv("HEADROOM_BUDGET", raising=False)
+    assert made() == []
+    monkeypatch.setenv("HEADROOM_BUDGET", "1 GiB")
+    monkeypatch.setenv("HEADROOM_HOST_BUDGET", "2 MiB")
+    (alone,) = made()
+    assert (alone.budget, alone.host_budget) == ("1 GiB", "2 MiB")
+    monkeypatch.delenv("HEADROOM_HOST_BUDGET")
+    told = []
+    own, (other,) = FitCallback("1 GiB", tell=told.append), made()
+    trained(tmp_path, own, other)
+    assert own.fitted is other.fitted is not None and other.choice == own.choice
+    assert sum("measured peak" in text for text in told) == 1

@@ -20,6 +20,7 @@ from helpers.hf_models import model_of
 transformers = pytest.importorskip("transformers")
 
 from headroom.integrations.trainer_choice import choice_of_checkpoint  # noqa: E402
+from headroom.integrations.trainer_step import step_of  # noqa: E402
 from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
 
 from helpers.trainers import forced, losses_of, rates_of, trained, trainer_of  # noqa: E402
@@ -112,6 +113,49 @@ def test_the_first_pass_of_a_batch_that_was_given_is_no_larger_than_those_of_ste
     trained(stack(dropout=0.0), data, tmp_path, [callback], optim="sgd", max_steps=1)
     assert callback.fitted.choice.micro_batches == 2
     assert rows == [(2, True)] * 3
+
+
+class Packed(torch.nn.Module):
+    """Takes rows of packed sequences, and notes how many tokens each has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.rows = []
+
+    def forward(self, input_ids, labels, position_ids, num_items_in_batch=None, **others):
+        self.rows.append(input_ids.shape[1])
+        output = self.head(self.embed(input_ids) + position_ids[..., None]).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(output, labels.flatten(), reduction="sum")
+        return {"loss": loss / (labels != -100).sum().clamp(min=1)
+                if num_items_in_batch is None else loss / num_items_in_batch}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_packed_rows_are_planned_as_the_loader_makes_them(tmp_path, is_given, steps):
+    """Of fewer samples, not of as many tokens, and from other batches than the largest."""
+    lengths = [5, 5, 20, 20, 3, 3, 3, 43, 4, 4, 4, 4]
+    data = [{"input_ids": [*range(1, 1 + length)]} for length in lengths]
+    collator, callback = transformers.DataCollatorWithFlattening(), forced(2)
+    if is_given:
+        callback.sample_batch = collator(data[:4])
+    trainer = trained(
+        Packed(), data, tmp_path, [callback], data_collator=collator, optim="sgd", max_steps=1,
+        train_sampling_strategy="sequential", gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    assert callback.fitted.choice.micro_batches == 2 * min(steps, 2)
+    rows = trainer.model.rows[-1 - 2 * steps :]
+    assert rows == [40 if is_given else 46, *[10, 40, 6, 46, 8, 8][: 2 * steps]]
+    planned = callback.fitted.plan.timeline.most_by_kind["batch"]
+    assert planned == 8 * (3 * rows[0] + 1)  # with the labels in a step
+
+
+def test_labels_are_counted_as_the_trainer_does(tmp_path):
+    ids = torch.arange(1, 13).view(2, 6)
+    for batch in ({"labels": ids}, {"labels": ids, "shift_labels": ids.roll(-1)}):
+        trainer = trainer_of(model_of("GPT2"), [batch], tmp_path)
+        assert step_of(trainer, batch)[1] == trainer._get_num_items_in_batch([batch], "cpu")
 
 
 @pytest.mark.slow

@@ -265,14 +265,18 @@ def test_opcheck(device):
         op = getattr(torch.ops.headroom, name).default
         opcheck(op, [given[argument.name] for argument in op._schema.arguments])
 
-    for reduction, results, wanted in ((1, 255, 7), (0, 3, 0), (2, 3, 5)):
+    for reduction, results, wanted in ((1, 1023, 7), (0, 3, 0), (2, 3, 5), (0, 35, 0)):
         how = {"reduction": reduction, "results": results, "wanted": wanted}
         check("linear_cross_entropy", **own | layer, **numbers, **how)
     plain = {name: None if t is None else t.detach() for name, t in layer.items()}
-    _, factors, _, lse, low, *_ = ops.call(options, results=("lse", "lse_low"), **plain)
+    results = ("lse", "lse_low", "entropy")
+    found = ops.call(options, results=results, **plain)
+    factors, of_rows = found[1], dict(zip(ops.RESULTS, found[3:]))
+    lse, low, entropy = (of_rows[name] for name in results)
     given = own | plain | numbers | {"factors": factors, "lse": lse, "lse_low": low}
-    for wanted in (7, 2):
-        given |= {"dloss": torch.ones(ROWS, device=device), "wanted": wanted}
+    ones = torch.ones(ROWS, device=device)
+    for wanted, of_entropy in ((7, None), (2, None), (7, ones)):
+        given |= {"dloss": ones, "wanted": wanted, "entropy": entropy, "dentropy": of_entropy}
         check("linear_cross_entropy_backward", **given)
     given |= {"dloss": torch.ones((), device=device), "want_hidden": True}
     into = {"weight_grad": torch.ones_like(plain["weight"]), "bias_grad": None}

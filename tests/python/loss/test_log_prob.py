@@ -79,7 +79,114 @@ def test_entropy():
     z = (hidden @ weight.t() / 0.5).double()
     want = torch.distributions.Categorical(logits=z).entropy() * (target != -100)
     torch.testing.assert_close(entropy.double(), want, rtol=1e-4, atol=1e-6)
-    assert logp.requires_grad and not entropy.requires_grad
+    assert logp.requires_grad and entropy.requires_grad
+
+
+NAMES = ("entropy", "is_top1", "mean_logit", "log_sum_sq_probs")
+
+
+def plain_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
+    z = F.linear(hidden, weight, bias)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = (z / temperature).log_softmax(-1)
+    counts = target != -100
+    found = {
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "is_top1": z.argmax(-1) == target,
+        "mean_logit": (z / temperature).mean(-1),
+        "log_sum_sq_probs": (2 * logp).logsumexp(-1),
+    }
+    return {name: value * counts for name, value in found.items()}
+
+
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("mode", ["tokens", "vocabulary"])
+def test_stats(mode, softcap):
+    """In one part and in several, of rows and of classes."""
+    hidden, weight, target = given()
+    weight = (4 * weight).detach()  # so that some classes are likely
+    target = torch.where(target == -100, target, F.linear(hidden, weight).argmax(-1))
+    target[:, ::3] = target[:, ::3].clamp(max=5)
+    options = dict(temperature=0.7, softcap=softcap)
+    want = plain_stats(hidden.double(), weight.double(), target, **options)
+    rounded = plain_stats(hidden, weight, target, **options)
+    for cut in ({}, {"mode": mode, "workspace": 1}):
+        logp, found = headroom.linear_log_prob(
+            hidden, weight, target, stats=NAMES, **options, **cut
+        )
+        assert list(found) == list(NAMES)
+        same = headroom.linear_log_prob(hidden, weight, target, **options, **cut)
+        assert torch.equal(logp, same)
+        assert torch.equal(found["is_top1"], want["is_top1"])
+        assert found["is_top1"].any() and not found["is_top1"].all()
+        for name in ("entropy", "mean_logit", "log_sum_sq_probs"):
+            assert_tolerance_rule([found[name].detach()], [rounded[name]], [want[name]])
+        assert [n for n in NAMES if found[n].requires_grad] == ["entropy"]
+    shifted = headroom.linear_log_prob(hidden, weight, target, stats=("is_top1",), shift=True)
+    hits = F.linear(hidden, weight).argmax(-1)[:, :-1] == target[:, 1:]
+    assert torch.equal(shifted[1]["is_top1"], F.pad(hits, (0, 1)))
+
+
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_gradients_of_entropies(with_loss, accumulates, softcap):
+    """Of an entropy bonus beside log-probabilities, and of one alone."""
+    hidden, weight, target = given()
+    bias = torch.linspace(-1, 1, CLASSES).requires_grad_()
+    options = dict(temperature=0.7, softcap=softcap)
+    upstream = torch.randn(2, BATCH, TOKENS)
+
+    def run(dtype, ours):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        x, w, b = leaves
+        if ours:
+            logp, found = headroom.linear_log_prob(
+                x, w, target, b, stats=NAMES, accumulate_into_grad=accumulates, **options
+            )
+        else:
+            found = plain_stats(x, w, target, b, **options)
+            logp = plain(x, w, target, b, **options)
+        up = upstream.to(dtype)
+        bonus = (found["entropy"] * up[1]).sum()
+        ((logp * up[0]).sum() + bonus if with_loss else bonus).backward()
+        return [x.grad for x in leaves]
+
+    assert_tolerance_rule(
+        run(torch.float32, True), run(torch.float32, False), run(torch.float64, False)
+    )
+
+
+def test_an_entropy_that_nobody_derives_costs_no_gradient():
+    hidden, weight, target = given()
+    logp, found = headroom.linear_log_prob(hidden, weight, target, stats=("entropy",))
+    same = headroom.linear_log_prob(hidden, weight, target)
+    for mine, other in zip(
+        torch.autograd.grad(logp.sum(), (hidden, weight)),
+        torch.autograd.grad(same.sum(), (hidden, weight)),
+    ):
+        assert torch.equal(mine, other)
+    mean, found = headroom.linear_cross_entropy(hidden, weight, target, stats=("entropy",))
+    assert mean.requires_grad and not found["entropy"].requires_grad
+
+
+def test_entropies_under_compilation():
+    hidden, weight, target = given()
+
+    def loss(x, w):
+        logp, found = headroom.linear_log_prob(x, w, target, stats=NAMES)
+        return logp.sum() - 0.1 * found["entropy"].sum() + found["is_top1"].sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    for mine, want in zip(got, torch.autograd.grad(loss(hidden, weight), (hidden, weight))):
+        torch.testing.assert_close(mine, want)
+
+
+def test_entropy_is_named_once():
+    with pytest.raises(ValueError, match="name 'entropy' among stats"):
+        headroom.linear_log_prob(*given(), return_entropy=True, stats=("entropy",))
 
 
 def test_a_step_of_dpo():

@@ -45,6 +45,30 @@ def test_groups_and_options_stay(cls, kind, wanted):
     assert not any("master" in group for group in new.param_groups)
 
 
+@pytest.mark.parametrize(
+    "cls, kind, wanted",
+    [
+        (torch.optim.SGD, "headroom", OPTIM.SGD),
+        (torch.optim.SGD, "8bit", OPTIM.SGD8bit),
+        (OPTIM.SGD8bit, "headroom", OPTIM.SGD),
+        (OPTIM.Lion, "8bit", OPTIM.Lion8bit),
+    ],
+)
+def test_groups_and_options_of_sgd_and_lion_stay(cls, kind, wanted):
+    first, second = params(2)
+    groups = [{"params": [first], "lr": 0.5, "name": "one"}, {"params": [second]}]
+    own = {"betas": (0.5, 0.75)}
+    if cls is not OPTIM.Lion:
+        own = {"momentum": 0.25, "dampening": 0, "nesterov": True}
+    given = cls(groups, lr=0.125, weight_decay=0.25, maximize=True, **own)
+    new = replacement(given, kind)
+    assert type(new) is wanted and new.param_groups[0]["name"] == "one"
+    for name in ("lr", "weight_decay", "maximize", *own):
+        assert [g[name] for g in new.param_groups] == [g[name] for g in given.param_groups]
+    master = replacement(given, kind, "remainder16")
+    assert {group["master"] for group in master.param_groups} == {"remainder16"}
+
+
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, OPTIM.AdamW])
 def test_adafactor_in_their_place(cls):
     (param,) = params(1)
@@ -102,9 +126,13 @@ def test_what_stands_in_the_way(change):
 def test_which_have_counterparts():
     for cls in (OPTIM.Adam, OPTIM.AdamW, OPTIM.Adam8bit, OPTIM.AdamW8bit, torch.optim.Adam):
         assert obstacle(cls(params())) is None
-    for cls in (torch.optim.SGD, torch.optim.NAdam, OPTIM.Adafactor):
-        words = f"{cls.__name__} has no counterpart: only Adam and AdamW have"
+    for cls in (torch.optim.RMSprop, torch.optim.NAdam, OPTIM.Adafactor):
+        words = f"{cls.__name__} has no counterpart: only Adam, AdamW, SGD and Lion have"
         assert obstacle(cls(params(), lr=0.1)) == words
+    for cls in (torch.optim.SGD, OPTIM.SGD, OPTIM.SGD8bit):
+        assert obstacle(cls(params(), lr=0.1)) == f"{cls.__name__} without momentum has no state"
+        assert obstacle(cls(params(), lr=0.1, momentum=0.9)) is None
+    assert obstacle(OPTIM.Lion(params())) is None
     assert not is_headroom(torch.optim.AdamW(params())) and not is_headroom(None)
 
 

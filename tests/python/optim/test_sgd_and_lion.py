@@ -268,18 +268,6 @@ def test_8_bits_follow_32():
         assert max(losses) < 0.2 * begin and abs(losses[0] - losses[1]) < 0.06 * begin
 
 
-@EACH
-def test_their_states_are_not_converted(cls, options):
-    owners = params()
-    optimizer = cls(owners, **options)
-    run(optimizer, owners, range(1))
-    words = (
-        "states of SGD are not converted" if "sgd" in cls.__name__.lower() else "no known library"
-    )
-    with pytest.raises(ValueError, match=words):
-        headroom.state.convert_state(optimizer, to="torch")
-
-
 BAD = {
     "lr": (SGD, {"lr": -1.0}, ValueError, "Invalid learning rate"),
     "momentum": (SGD, {"momentum": -0.1}, ValueError, "Invalid momentum value"),

@@ -71,8 +71,8 @@ def test_advice_for_adam():
     every = [planned[name].checkpoint_every for name in sorted(EVERY)]
     assert every == [1, 2] and all(a.time and a.source and a.code for a in found.values())
     made = torch.optim.Adam([param], lr=1e-3, weight_decay=0.25)
-    code = advised(step_of(made))[0]["headroom.optim.AdamW8bit"].code
-    assert code == "optimizer = headroom.optim.AdamW8bit(model.parameters(), weight_decay=0.25)"
+    code = advised(step_of(made))[0]["headroom.optim.Adam8bit"].code
+    assert code == "optimizer = headroom.optim.Adam8bit(model.parameters(), weight_decay=0.25)"
 
 
 def test_advice_for_other_optimizers():
@@ -82,8 +82,23 @@ def test_advice_for_other_optimizers():
     assert set(eight) == {REMAINDER, "release gradients", HALVES, *EVERY}
     assert "AdamW8bit(" in eight[REMAINDER].code and planned["release gradients"].release is True
     assert planned[REMAINDER].described()["optimizer"] == "headroom.AdamW8bit"
-    assert set(advised(step_of(torch.optim.SGD))[0]) == {HALVES, *EVERY}
+    assert set(advised(step_of(torch.optim.NAdam))[0]) == {HALVES, *EVERY}
     assert set(advised(step_of(None))[0]) == {HALVES, *EVERY}
+
+
+def test_advice_for_sgd_and_lion():
+    given = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.25, nesterov=True)
+    found, planned = advised(step_of(given))
+    names = {"headroom.optim.SGD", "headroom.optim.SGD8bit"}
+    assert set(found) == {*names, REMAINDER, HALVES, *EVERY}
+    for name, master in ((sorted(names)[0], None), (sorted(names)[1], None), (REMAINDER, True)):
+        (group,) = planned[name].optimizer([nn.Parameter(torch.ones(2))]).param_groups
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (0.5, 0.25, True)
+        assert bool(group.get("master")) == bool(master)
+        assert "lr=0.5, momentum=0.25, nesterov=True)" in found[name].code
+    ours = advised(step_of(functools.partial(headroom.optim.Lion, lr=1e-3)))[0]
+    assert set(ours) == {"headroom.optim.Lion8bit", REMAINDER, "release gradients", HALVES, *EVERY}
+    assert ours["headroom.optim.Lion8bit"].code.endswith("Lion8bit(model.parameters(), lr=0.001)")
 
 
 def test_what_a_step_has_is_not_advised():
@@ -172,7 +187,7 @@ def test_changes_of_ranks():
 
 
 def test_advice_is_sorted_cut_and_shown():
-    step = step_of(torch.optim.SGD)
+    step = step_of(torch.optim.NAdam)
     found = advise(
         step, plan_of(1000), lambda changed: plan_of(900 if changed.checkpoint_every == 2 else 950)
     )

@@ -12,7 +12,7 @@ FLOORS = {
         [
             ["_core"],
             ["functional", "host"],
-            ["grad", "loss", "checkpointing"],
+            ["grad", "loss", "checkpointing", "param_states"],
             ["optim", "amp", "nn"],
             ["state", "patching", "release"],
             ["step", "quantizing"],
@@ -64,7 +64,8 @@ def graph(folder):
 
 
 GRAPH = graph("ops")
-BESIDE = {("amp", "optim"), ("profiling", "memory")}  # the only arrows between those of one floor
+# The only arrows between those of one floor.
+BESIDE = {("amp", "optim"), ("profiling", "memory"), ("cli", "integrations")}
 
 
 def test_what_is_looked_at():

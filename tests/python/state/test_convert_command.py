@@ -60,15 +60,18 @@ def test_a_command_that_fails_writes_nothing(tmp_path, capsys):
     (tmp_path / "garbage.pt").write_bytes(b"garbage")
     torch.save({"a": 1}, tmp_path / "empty.pt")
     torch.save(torch_sgd(), tmp_path / "sgd.pt")
+    lion = {"state": {0: {"step": 1, "state1": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    torch.save(lion, tmp_path / "lion.pt")
     (tmp_path / "out.pt").write_bytes(b"precious")
     before = sorted(tmp_path.iterdir())
     for name, message in (
         ("missing", "there is no"),
         ("garbage", "cannot be loaded"),
         ("empty", "0 of the state of an optimizer"),
-        ("sgd", "states of SGD are not converted"),
+        ("sgd", "apex has no sgd"),
+        ("lion", "give --rule as 'sgd' or 'lion'"),
     ):
-        arguments = [str(tmp_path / f"{name}.pt"), str(tmp_path / "out.pt"), "--to", "torch"]
+        arguments = [str(tmp_path / f"{name}.pt"), str(tmp_path / "out.pt"), "--to", "apex"]
         assert main(["convert", *arguments]) == 1
         assert message in capsys.readouterr().err
     assert (tmp_path / "out.pt").read_bytes() == b"precious"

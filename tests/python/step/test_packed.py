@@ -235,6 +235,28 @@ def test_targets_beside_a_row_are_cut_with_it():
     assert resized((batch, labels), 12)[1].shape == (1, 100)
 
 
+def test_targets_of_one_dimension_beside_a_row_are_cut_with_it():
+    batch = ours()
+    row, cut = batch["labels"], batch | {"labels": batch["labels"][0], "soft": torch.rand(50, 3)}
+    each = parts(cut, 3)
+    assert torch.equal(torch.cat([part["labels"] for part in each]), row[0])
+    assert torch.equal(torch.cat([part["soft"] for part in each]), cut["soft"])
+    for options in ({}, {"next_tokens": True}):
+        wanted = [weight for _, weight in headroom.micro_batches(batch, 3, **options)]
+        assert [weight for _, weight in headroom.micro_batches(cut, 3, **options)] == wanted
+    larger = resized(cut, 12)
+    assert larger["labels"].shape == (100,) and larger["soft"].shape == (100, 3)
+
+
+def test_the_first_token_of_a_row_of_one_sequence_is_predicted_by_nothing():
+    batch = flattened()
+    batch = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    for shape in ((1, 50), (50,)):
+        labels = torch.ones(shape, dtype=torch.int64)
+        found = headroom.micro_batches(batch | {"labels": labels}, 6, next_tokens=True)
+        assert [weight for _, weight in found] == [length - 1 for length in LENGTHS]
+
+
 def test_a_mask_beside_positions_makes_one_sequence():
     """As for transformers, which then does not look at where positions begin."""
     batch = flattened()

@@ -1,0 +1,77 @@
+"""The first pass of Muon over the matrices of a model: moments, what is to be made orthogonal, and
+the sums of its squares."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from ._lists import Lists, list_case, on_next
+from ._model import Shapes, model_for
+from .harness import Bar, Case, Contender, Rotation, SameWork
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def lists(shapes: Shapes, grad: torch.dtype) -> Lists:
+    dtypes = {"grads": grad, "moments": F32, "updates": BF16}
+    return Lists(shapes, dtypes, {"grads": 1, "moments": 2, "updates": 1})
+
+
+def headroom(data: Rotation, turned: bool = False) -> Contender:
+    """`turned`: matrices with more rows than columns are written as their transposes."""
+    from headroom.functional import muon_momentum_
+
+    squares = torch.empty(len(data.sets[0].grads), device=data.sets[0].grads[0].device)
+
+    def call(d: SimpleNamespace) -> None:
+        updates = d.updates
+        if turned:
+            tall = [g.shape[0] > g.shape[1] for g in d.grads]
+            updates = [u.view(u.shape[::-1]).T if t else u for u, t in zip(updates, tall)]
+        muon_momentum_(d.grads, d.moments, updates, squares)
+
+    return on_next(data, call)
+
+
+def by_torch(data: Rotation) -> Contender:
+    """The lines of torch.optim.Muon, for all matrices at once where foreach has them."""
+
+    def call(d: SimpleNamespace) -> None:
+        grads = [g.float() for g in d.grads]
+        torch._foreach_lerp_(d.moments, grads, 1 - 0.95)
+        updates = torch._foreach_lerp(grads, d.moments, 0.95)
+        torch._foreach_copy_(d.updates, updates)
+        torch._foreach_norm(d.updates)
+
+    return on_next(data, call)
+
+
+def after(d: SimpleNamespace) -> list[torch.Tensor]:
+    return [0.95 * m.double() + 0.05 * g.double() for m, g in zip(d.moments, d.grads)]
+
+
+SAME_WORK = SameWork(
+    [headroom, by_torch],
+    [lists(((30, 50), (50, 30)), dtype) for dtype in (F32, BF16)],
+    expected=after,
+    left=lambda d: d.moments,
+    tolerance=2 * torch.finfo(F32).eps,
+)
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    model = model_for(device, quick)
+    shapes = tuple(shape for shape in model.shapes if len(shape) == 2)
+    bar = Bar("ratio", 1.5, "cpu")
+    all_cases = []
+    for dtype, word in ((F32, "f32"), (BF16, "bf16")):
+        of = lists(shapes, dtype)
+        contenders = {"headroom": headroom, "torch": by_torch}
+        turned = {"headroom": partial(headroom, turned=True), "torch": by_torch}
+        what = f"matrices of {model}, {word} gradients"
+        all_cases.append(list_case(word, what, of, contenders, bar))
+        all_cases.append(list_case(f"{word}-turned", f"{what}, tall ones turned", of, turned, bar))
+    return all_cases

@@ -1,0 +1,228 @@
+"""Runs a program of someone else's in this process, with optimizers of Headroom by name, a budget
+of memory, or a recording of its steps. Arguments, exit code, errors and signals are the
+program's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..integrations.attaching import Budget, register_later
+from ..integrations.watching import WatchedSteps
+from .arguments import ArgumentError, size
+from .fit import ALLOWABLE
+
+HELP = "run a program with Headroom in the loops that it uses"
+HAS_JSON = False
+# What starts a program in other processes, and how Headroom gets into those.
+LAUNCHERS = {
+    "torchrun": "torchrun ... -m headroom run",
+    "torch.distributed.run": "python -m torch.distributed.run ... -m headroom run",
+    "torch.distributed.launch": "python -m torch.distributed.run ... -m headroom run",
+    "accelerate": "accelerate launch ... -m headroom run",
+    "accelerate.commands.launch": "accelerate launch ... -m headroom run",
+    "deepspeed": "deepspeed ... --module headroom run",
+}
+STEPS_ON_CPU = 3  # whose memory is recorded there, where a recording grows until it ends
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.usage = "headroom run [options] PROGRAM ARGS...  or  [options] -m MODULE ARGS..."
+    command.add_argument(
+        "--register",
+        action="store_true",
+        help="add optimizers by name to transformers, such as --optim headroom_adamw_8bit",
+    )
+    command.add_argument(
+        "--budget",
+        type=size,
+        metavar="SIZE",
+        help="fit the trainings of Trainer or Lightning into this memory of the device",
+    )
+    command.add_argument(
+        "--host-budget", type=size, metavar="SIZE", help="memory of the host for the same"
+    )
+    command.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        choices=ALLOWABLE,
+        help="use this too, which changes the mathematics; again for more",
+    )
+    recording = command.add_mutually_exclusive_group()
+    recording.add_argument(
+        "--snapshot-on-oom",
+        type=Path,
+        metavar="DIR",
+        help="write a snapshot there if the program ends because memory runs out",
+    )
+    recording.add_argument(
+        "--profile", type=Path, metavar="DIR", help="write a profile of some steps there"
+    )
+    command.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
+    command.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM ARGS...",
+        help="a script or a command of this environment, and its arguments",
+    )
+
+
+def run(options: argparse.Namespace) -> Callable[[], int]:
+    """Returns what runs the program, after all arguments were checked."""
+    words = options.program[options.program[:1] == ["--"] :]
+    if not words:
+        raise ArgumentError("PROGRAM is missing: a script, a command, or -m and a module")
+    wanted = (options.register, options.budget, options.snapshot_on_oom, options.profile)
+    if not any(one not in (None, False) for one in wanted):
+        raise ArgumentError(
+            "there is nothing to do: give --register, --budget, --snapshot-on-oom or --profile"
+        )
+    if options.budget is None and (options.host_budget is not None or options.allow):
+        given = "--allow" if options.host_budget is None else "--host-budget"
+        raise ArgumentError(f"{given} goes with --budget")
+    name, *arguments = words
+    if (launcher := LAUNCHERS.get(os.path.basename(name))) is not None:
+        raise ArgumentError(
+            f"{name} starts its program in other processes, where Headroom would not be; begin "
+            f"Headroom in those: {launcher} [options] PROGRAM"
+        )
+    start = _module(name) if options.is_module else _script(name)
+    for folder in filter(None, (options.snapshot_on_oom, options.profile)):
+        folder.mkdir(parents=True, exist_ok=True)
+    return partial(_run, options, start, arguments)
+
+
+def _run(
+    options: argparse.Namespace, start: Callable[[Sequence[str]], Any], arguments: Sequence[str]
+) -> int:
+    """Runs the program, and returns 0, or 1 after an error that it did not handle."""
+    budget = None
+    if options.register:
+        register_later()
+    if options.budget is not None:
+        budget = Budget(options.budget, options.allow, options.host_budget)
+    watched = _watched(options, budget)
+    error: BaseException | None = None
+    try:
+        start(arguments)
+    except BaseException as raised:
+        error = raised
+    if watched is not None:
+        watched.end(None if isinstance(error, SystemExit) else error)
+        _tell_files(watched, options)
+    if budget is not None and not budget.callbacks:
+        _tell("--budget had no effect: no Trainer was made in this process")
+    if error is None:
+        return 0
+    if not isinstance(error, Exception):  # such as SystemExit and KeyboardInterrupt
+        raise error
+    trace = error.__traceback__  # without the lines of this file and of runpy
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 1
+
+
+_OWN = {__file__, runpy.__file__, "<frozen runpy>"}
+
+
+def _watched(options: argparse.Namespace, budget: Budget | None) -> WatchedSteps | None:
+    """Returns what records the steps of the program, if it is to be recorded."""
+    import headroom
+
+    def waits() -> bool:
+        return budget is not None and budget.is_waiting
+
+    def profile(model: Any, optimizers: Any) -> Any:
+        return headroom.profile(options.profile, model=model, optimizer=optimizers)
+
+    def snapshot(model: Any, optimizers: Any) -> Any:
+        path = options.snapshot_on_oom / f"rank{os.environ.get('RANK', 0)}.pickle"
+        return headroom.memory.snapshot(path, model, optimizers, oom_only=True)
+
+    if options.profile is not None:
+        return WatchedSteps(profile, waits)
+    if options.snapshot_on_oom is not None:
+        return WatchedSteps(snapshot, waits, _steps)
+    return None
+
+
+def _steps(model: Any) -> int | None:
+    """Returns after how many steps of a model a recording of memory ends."""
+    return STEPS_ON_CPU if next(model.parameters()).device.type == "cpu" else None
+
+
+def _tell_files(watched: WatchedSteps, options: argparse.Namespace) -> None:
+    """Tells where the recording is, or why there is none."""
+    files = [] if watched.recording is None else watched.recording.files
+    for path in files:
+        _tell(f"wrote {path}")
+    if options.profile is not None and not files:
+        why = "the program made too few steps"
+        if watched.recording is None:
+            why = "no model was trained in this process"
+        elif not watched.optimizers:
+            why = "no optimizer steps the module that was called first, and nothing else"
+        _tell(f"--profile wrote nothing: {why}")
+
+
+def _tell(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"headroom run: {text}", file=sys.stderr)
+
+
+def _module(name: str) -> Callable[[Sequence[str]], Any]:
+    """Returns what runs a module as ``python -m`` does."""
+
+    def start(arguments: Sequence[str]) -> None:
+        _begin("-m", os.getcwd(), arguments)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return start
+
+
+def _script(name: str) -> Callable[[Sequence[str]], Any]:
+    """Returns what runs a script, or a folder or an archive with a ``__main__.py``, or a command of
+    this environment or of the path."""
+    path = name
+    if not (os.sep in name or os.path.isfile(name)) or not os.path.exists(name):
+        path = _command(name)
+    path = os.path.abspath(path)
+
+    def start(arguments: Sequence[str]) -> None:
+        _begin(path, os.path.dirname(os.path.realpath(path)), arguments)
+        runpy.run_path(path, run_name="__main__")
+
+    return start
+
+
+def _command(name: str) -> str:
+    """Returns the file of a command that is written in Python."""
+    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    path = shutil.which(name, path=os.pathsep.join(folders))
+    if path is None:
+        raise ArgumentError(
+            f"PROGRAM is {name!r}, and there is no such script and no such command; wanted one of "
+            "these, or -m and a module"
+        )
+    with open(path, "rb") as file:
+        lines = file.read(1024).split(b"\n")
+    if not (lines[0].startswith(b"#!") and any(b"python" in line for line in lines[:2])):
+        raise ArgumentError(f"PROGRAM is {name!r}, and {path} is no program in Python")
+    return path
+
+
+def _begin(program: str, folder: str, arguments: Sequence[str]) -> None:
+    """Makes arguments and path of the process those that the program expects."""
+    sys.argv[:] = [program, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
