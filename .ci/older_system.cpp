@@ -1,20 +1,18 @@
-// older_system.h: included before all C++ of a wheel by .ci/wheels.
+// older_system.cpp: linked into the C++ of a wheel by .ci/wheels.
 //
 // A wheel is for systems with glibc 2.28 and GCC 8's libstdc++. What newer headers call, and those
-// libraries lack, is compiled into the wheel.
-#pragma once
-
+// libraries lack, is here. Compile it as C++20.
 #include <new>
 #include <sstream>
 
 // Whether libstdc++ may count without atomics, since glibc 2.32: no.
 extern "C" {
-__attribute__((weak, visibility("hidden"))) char __libc_single_threaded = 0;
+char __libc_single_threaded = 0;
 }
 
 namespace std
 {
-__attribute__((weak)) void __throw_bad_array_new_length() // since GCC 11
+void __throw_bad_array_new_length() // since GCC 11
 {
     throw bad_array_new_length();
 }
@@ -23,7 +21,5 @@ __attribute__((weak)) void __throw_bad_array_new_length() // since GCC 11
 // Members of streams that libstdc++ has since GCC 9 and 11.
 template std::basic_stringstream<char>::basic_stringstream();
 template std::basic_ostringstream<char>::basic_ostringstream();
-#if __cplusplus >= 202002L
 template std::string std::basic_stringbuf<char>::str() const &;
 template std::string std::basic_stringbuf<char>::str() &&;
-#endif
