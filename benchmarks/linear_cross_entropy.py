@@ -129,8 +129,8 @@ BUDGETS = [
     Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15)),
     Row(SEE, "f32", 4, 4, 0, ("FMNMX",), 1, evenly(6.7)),
     # With the sums of entropies, of squares and of logits; and the gradient with that of entropies.
-    Row(SEE_MORE, "f32", 4, 4, 0, ("LDG",), 0.25, evenly(20)),
-    Row(ENTROPY, "f32 to bf16", 6, 4, 2, ("FFMA",), 8, evenly(40)),
+    Row(SEE_MORE, "f32", 4, 4, 0, ("LDG",), 0.25, evenly(13.1)),
+    Row(ENTROPY, "f32 to bf16", 6, 4, 2, ("FFMA",), 8, {"90": 24, "86": 24, "75": 32.3}),
     # Of a row its target and weights of token and class; and its loss, weight and lse.
     Row(COUNT, "rows", 16, 16, 0, ("DADD",), 3, {"90": 49.5, "86": 48.5, "75": 50}),
     Row(REDUCE, "rows", 12, 12, 0, ("DADD",), 2, evenly(17)),

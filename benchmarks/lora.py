@@ -138,7 +138,12 @@ def case(
 # ---- A step of a model ---------------------------------------------------------------------------
 
 LLAMA_12M = Shape(512, 1376, 8, 4, 4, 1000, 1, 512)  # 12.1M parameters
-LEVELS = ("L0", "L1", "L2")
+# What blocks keep, one after another. Those of several levels keep what the bars of memory leave.
+LEVELS = {
+    **{f"L{k}": [f"L{k}"] * LLAMA_12M.layers for k in range(3)},
+    "L2 L1 L1 L1": ["L2", "L1", "L1", "L1"],
+    "L2 L2 L2 L1": ["L2", "L2", "L2", "L1"],
+}
 
 
 class Step:
@@ -164,7 +169,7 @@ class Step:
         if self.few_bits:
             headroom.quantize(model)
         headroom.lora(model, RANK)
-        headroom.patch(model, level)
+        headroom.patch(model, LEVELS[level][: len(model.model.layers)])
         return self._contender(model)
 
     def peft(self) -> Contender:
@@ -219,10 +224,9 @@ def step_case(
 
     def setup(device: torch.device) -> dict[str, Callable[[], Contender]]:
         step = Step(shape, dtype, few_bits, device)
-        others = {
-            f"headroom {k}": functools.partial(step.headroom, k) for k in LEVELS if k != level
-        }
-        return {"headroom": functools.partial(step.headroom, level), **others, "PEFT": step.peft}
+        others = {f"L{k}" for k in range(3)} - {level}
+        each = {f"headroom {k}": functools.partial(step.headroom, k) for k in sorted(others)}
+        return {"headroom": functools.partial(step.headroom, level), **each, "PEFT": step.peft}
 
     name, kind = "f32" if dtype == F32 else "bf16", "nf4" if few_bits else "dense"
     return Case(
@@ -252,8 +256,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return [
         *layers,
         *dora,
-        step_case(F32, False, "L2", 1.1, 0.6, quick),
-        step_case(F32, True, "L2", 1.15, 0.5, quick),
+        step_case(F32, False, "L2 L1 L1 L1", 1.1, 0.6, quick),
+        step_case(F32, True, "L2 L2 L2 L1", 1.15, 0.5, quick),
         step_case(BF16, True, "L1", 1.15, 0.5, quick),
     ]
 

@@ -191,7 +191,7 @@ def _on_one_core(call: Callable[[], object]) -> Callable[[], None]:
 
 def _pieces(optimizer: Any) -> list[int]:
     """Returns the bytes of the pieces that a step takes the states in."""
-    from headroom.optim.paging.parts import pieces_of
+    from headroom.param_states.paging.parts import pieces_of
 
     paging, (group,) = optimizer.paging, optimizer.param_groups
     (ring,) = paging._rings.values()

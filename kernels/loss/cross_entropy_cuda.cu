@@ -132,6 +132,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
         return;
     const double weight = ce_weight(&a, target);
     const ce_row last = ce_row_of(&a, row, weight, weights);
+    const ce_entropy again = entropy ? ce_entropy_of(&a, row) : none;
     const float cap = (float)a.config.softcap;
     double slope = 1.0;
     if (cap > 0.0f) {
@@ -139,7 +140,8 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
         slope = (double)ce_slope(tanh);
         z = cap * tanh;
     }
-    hr_store(grad, target - a.first, ce_target_gradient(&last, e, z, weight, slope), grad_dtype);
+    hr_store(grad, target - a.first, ce_target_gradient(&last, again, z, weight, slope),
+             grad_dtype);
 }
 
 /* Fills a row that has no gradient, or NaN for one, and returns whether it has. */
@@ -172,7 +174,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Of losses and entropies: of logits in binary32, as products make them. */
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 3)
     cross_entropy_entropy_kernel(const cross_entropy_args __grid_constant__ a, int width)
 {
     const auto [row, lane] = place_of(width);

@@ -186,17 +186,6 @@ HR_INLINE int momentum_part_of(int count, int j, int size)
     return count - j < size ? count - j : size;
 }
 
-/* Binary32 at element i: the tensor itself, or a tile that gets its elements. */
-HR_INLINE float *momentum_floats(const void *base, int64_t i, int count, int64_t end,
-                                 hr_dtype dtype, float *tile, half_conversions halves)
-{
-    if (dtype == HR_F32)
-        return (float *)base + i;
-    cpu_prefetch(base, i, count, end, dtype);
-    halves_to_tile(base, i, count, dtype, tile, halves);
-    return tile;
-}
-
 /* Updates the elements [i, i + count) of a tensor whose elements to update end at `end`. */
 HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64_t end,
                              half_conversions halves)
@@ -214,10 +203,10 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
         if (counts)
             memcpy(tiles[BEFORE], param, (size_t)count * sizeof param[0]);
     } else {
-        param = momentum_floats(p->param, i, count, end, p->param_dtype, param, halves);
+        param = halves_floats(p->param, i, count, end, p->param_dtype, param, halves);
     }
     const float *const grad =
-        momentum_floats(p->grad, i, count, end, p->grad_dtype, tiles[GRAD], halves);
+        halves_floats(p->grad, i, count, end, p->grad_dtype, tiles[GRAD], halves);
     if (p->absmax) {
         moment = tiles[MOMENT];
         cpu_prefetch(p->moment, i, count, end, HR_U8);
@@ -226,7 +215,7 @@ HR_INLINE void momentum_tile(const momentum_part *p, int64_t i, int count, int64
                                 momentum_part_of(count, j, p->block_size),
                                 p->absmax[(i + j) / p->block_size], moment + j);
     } else if (!p->kind.plain) {
-        moment = momentum_floats(p->moment, i, count, end, p->moment_dtype, tiles[MOMENT], halves);
+        moment = halves_floats(p->moment, i, count, end, p->moment_dtype, tiles[MOMENT], halves);
     }
     MOMENTUM_FOR_KIND(p->kind, K, momentum_loop(p->constants, param, grad, moment, count, K));
     for (int j = 0; weights && j < count; j += WEIGHTS_TILE)

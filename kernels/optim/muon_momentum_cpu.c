@@ -28,7 +28,7 @@ HR_INLINE void muon_loop(muon_momentum_constants c, const float *restrict grad,
     for (int i = 0; i < count; i++) {
         const muon_momentum_values x = muon_momentum_element(c, grad[i], moment[i]);
         hr_store(moment, i, x.moment, HR_F32);
-        update[i] = x.update;
+        hr_store(update, i, x.update, HR_F32);
     }
 }
 

@@ -16,7 +16,7 @@ HR_INLINE void scale_range(void *context, int64_t begin, int64_t end, half_conve
             const int count = to - j < TILE ? (int)(to - j) : TILE;
             halves_to_tile(a->in, j, count, a->dtype, x, halves);
             for (int e = 0; e < count; e++)
-                x[e] *= factor;
+                hr_store(x, e, x[e] * factor, HR_F32);
             halves_from_tile(a->out, j, count, a->dtype, x, halves);
         }
     }

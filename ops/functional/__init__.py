@@ -21,7 +21,7 @@ from .gemm import gemm
 from .glu import glu
 from .linear import linear
 from .linear_quantized import linear_quantized
-from .lora import LowRank, lora_linear, lora_norms
+from .lora import lora_linear, lora_norms
 from .momentum import lion_, sgd_
 from .muon_momentum import muon_momentum8bit_, muon_momentum_
 from .muon_update import muon_update_
@@ -35,7 +35,6 @@ from .update_scale import update_scale_
 from .weights import join_weights_, split_weights_
 
 __all__ = [
-    "LowRank",
     "QuantizedMatrix",
     "accumulate_",
     "adafactor_",

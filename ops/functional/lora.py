@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -23,22 +22,6 @@ from .gemm import matmul_precision
 from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
 
 _DENSE = 0  # of hr_format
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """Holds an adapter of a matrix ``[out, in]``, ``scale * b @ a``, whose product is of rows that
-    drop some of their elements. The arguments are those of :func:`lora_linear`."""
-
-    a: Tensor
-    b: Tensor
-    scale: float = 1.0
-    dropout: float = 0.0
-    seed: int | Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_tensors(a=self.a, b=self.b)
-        check_dropout(self.dropout)
 
 
 def lora_linear(

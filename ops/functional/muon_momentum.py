@@ -76,8 +76,8 @@ def muon_momentum8bit_(
     squares: Tensor,
     **options: Any,
 ) -> None:
-    """Writes what :func:`muon_momentum_` writes, with moments in 8-bit ``codes`` of blocks that have
-    ``scales``, its ``absmaxs``. The ``options`` are those of that function."""
+    """Writes what :func:`muon_momentum_` writes, with moments in 8-bit ``codes`` of blocks that
+    have ``scales``, its ``absmaxs``. The ``options`` are those of that function."""
     muon_momentum_(grads, codes, updates, squares, absmaxs=scales, **options)
 
 

@@ -60,8 +60,8 @@ class Block(nn.Module):
     MLP alone.
 
     The MLP of layout "pre" is :func:`headroom.nn.functional.mlp_block`, unless it has dropout, its
-    modules have been replaced or have hooks, or autocast is on. It also keeps 4 bytes per token,
-    or 8 with a LayerNorm.
+    modules have been replaced or have hooks, or autocast is on; LoRA adapters are taken with them.
+    It also keeps 4 bytes per token, or 8 with a LayerNorm.
 
     Args:
         attention, mlp: the halves.

@@ -8,13 +8,12 @@ from torch import Tensor
 from .._core.checks import check_choice, check_flags
 from .._core.rows import autocast, check_tensors
 from ..functional.gemm import matmul_precision
-from ..functional.lora import LowRank
 from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, of_few_bits, wanted_gradients
-from ..functional.mlp_lora import Factor, Numbers, mlp_lora
 from ..functional.norm import CASTINGS
 from ..functional.quantize_matrix import QuantizedMatrix
+from .mlp_lora import Factor, LowRank, Numbers, mlp_lora
 
-__all__ = ["mlp_block"]
+__all__ = ["LowRank", "mlp_block"]
 
 
 def mlp_block(
@@ -77,7 +76,7 @@ def mlp_block(
             "input" keeps nothing, and the first product is computed again as well. Weights without
             ``requires_grad`` get no gradient, and what only that would need is not kept.
         tile_tokens: how many tokens are taken at a time; 0: about 4,096, or all of them where that
-            takes no more memory. With adapters 0 is 256 on the CPU and 4,096 elsewhere, and what is
+            takes no more memory. With adapters 0 is 512 on the CPU and 4,096 elsewhere, and what is
             dropped depends on it: tile number k counts its rows from 0, with the seed plus k.
 
     With adapters the steps are those of :func:`headroom.functional.lora_linear` and the other ops,

@@ -13,11 +13,11 @@ from .._core.rows import autocast_dtype
 from .._core.surroundings import takes_ops
 from ..functional.linear import linear_forward
 from ..functional.linear_quantized import weight_and_bias
-from ..functional.mlp_lora import Factor
 from ..functional.quantize_matrix import QuantizedMatrix
 from .functional import mlp_block
 from .linear import Linear
 from .mlp import MLP
+from .mlp_lora import Factor
 from .norms import LayerNorm, RMSNorm
 from .quantized import Linear4bit, Linear8bit, QuantizedLinear
 

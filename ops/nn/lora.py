@@ -16,12 +16,11 @@ from .._core.grouping import grouped
 from .._core.rows import autocast_dtype
 from .._core.surroundings import takes_ops
 from ..functional.linear import linear
-from ..functional.lora import LowRank
-from ..functional.mlp_lora import Factor, times
 from ..functional.quantize_matrix import QuantizedMatrix
 from .dora import Magnitude, dora_linear, row_factors, row_norms, scale_columns
 from .fused import bias_of, frozen_matrix, is_known, known, readers
 from .linear import Linear
+from .mlp_lora import Factor, LowRank, times
 from .quantized import QuantizedLinear
 from .switched import Switched
 

@@ -17,12 +17,12 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
 from ..functional.adafactor import is_hf
+from ..param_states.plan import Bucket, Call, Options, States, table_call
+from ..param_states.states import STEP, Layout
 from .adafactor_sharding import prepared_sharded, sharding_of
 from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
 from .options import check_lr, own_arguments
-from .plan import Bucket, Call, Options, States, table_call
-from .states import STEP, Layout
 
 FACTORED, VECTOR = 0, 1  # the layouts of states
 

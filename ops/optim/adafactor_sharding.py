@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import sharded_dim
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, lines_of
-from .plan import Call
+from ..param_states.plan import Call
 
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._core.dtensor import moved_shard, sharded_dim
-from .states import Slot
+from ..param_states.states import Slot
 
 # The names of the states of each rule: row, column and element variances.
 NAMES = {

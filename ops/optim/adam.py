@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from .._core.checks import check_number
 from .._core.registration import FLOATS
 from .._core.weight_modes import Master, Rounding
+from ..param_states.plan import Bucket, Call, Options, States, table_call
+from ..param_states.states import STEP, Layout, Slot
 from .base import Optimizer
 from .options import check_betas, check_fused, check_lr, of_groups, own_arguments
-from .plan import Bucket, Call, Options, States, table_call
-from .states import STEP, Layout, Slot
 
 P = ParamSpec("P")
 

@@ -12,10 +12,10 @@ from torch.optim.optimizer import ParamsT
 from .._core.dtensor import shard_number
 from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import signed
+from ..param_states.plan import Bucket, Call, Options, States, places_in, table_call
 from .adam import Adam, decoupling
 from .eight_bit import EIGHT_BIT, EightBit, Nonfinite, in_code_order
 from .options import own_arguments
-from .plan import Bucket, Call, Options, States, places_in, table_call
 
 CodeRounding = Literal["nearest", "stochastic"]
 

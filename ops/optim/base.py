@@ -1,8 +1,9 @@
 """The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
-A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
-group on one device. What a step passes to it is in plan.py; measuring.py, counts.py, loading.py and
-memory.py do the rest. They take tensors and groups, and call no method of an optimizer in a step.
+A subclass declares the state of its parameters and runs one op for the parameters of a group on
+one device; :mod:`headroom.param_states` has the declarations, what a step passes to the op, and
+what carries states through files. measuring.py and counts.py do the rest. They take tensors and
+groups, and call no method of an optimizer in a step.
 
 A step makes everything that it allocates before it writes: one that runs out of memory has changed
 nothing.
@@ -27,18 +28,18 @@ from .._core.names import name_of
 from .._core.table import table_of
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
-from .counts import SkippedSteps, StalledWeights, stalled_fraction
-from .errors import explained
-from .loading import COPIED, complete_groups, export_state, keep_states, restored_states
-from .measuring import first_nonfinite, with_measured
-from .memory import StateMemory, state_memory
-from .options import (
-    check_loaded_group,
-    keep_unique,
+from ..param_states.errors import explained
+from ..param_states.loading import (
+    COPIED,
+    complete_groups,
+    export_state,
+    keep_states,
+    restored_states,
 )
-from .paging import OffloadHandle, Paging
-from .paging.handle import begin
-from .plan import (
+from ..param_states.memory import StateMemory, state_memory
+from ..param_states.paging import OffloadHandle, Paging
+from ..param_states.paging.handle import begin
+from ..param_states.plan import (
     Bucket,
     Call,
     Calls,
@@ -51,7 +52,13 @@ from .plan import (
     check_memory,
     like_param,
 )
-from .states import StatefulOptimizer
+from ..param_states.states import StatefulOptimizer
+from .counts import SkippedSteps, StalledWeights, stalled_fraction
+from .measuring import first_nonfinite, with_measured
+from .options import (
+    check_loaded_group,
+    keep_unique,
+)
 
 
 def check_max_grad_norm(limit: Any) -> None:
@@ -260,6 +267,8 @@ class Optimizer(StatefulOptimizer):
     def _table(self, bucket: Bucket) -> Tensor | None:
         """Returns the table of a bucket, or None if it needs the list path or has no states yet."""
         layout = bucket.layout
+        if layout.is_whole:
+            return None
         try:
             lists = bucket.params, bucket.grads
             if self.paging is not None:  # the states are staged later

@@ -14,9 +14,9 @@ from .._core.checks import check_number
 from .._core.names import name_of
 from .._core.overlap import is_dense
 from ..functional.adamw8bit import BLOCK_SIZES
+from ..param_states.block_scales import absmax_of, unpadded, zero_absmaxs
+from ..param_states.states import STEP, Layout, Slot
 from .base import Optimizer
-from .block_scales import absmax_of, unpadded, zero_absmaxs
-from .states import STEP, Layout, Slot
 
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 EIGHT_BIT = 1  # among an optimizer's layouts; the other has float32 moments
@@ -38,6 +38,10 @@ class EightBit(Optimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.scale_names = tuple(map(absmax_of, cls.code_names))
+
+    def codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the names of the moments that parameters of a group have, which may be codes."""
+        return self.code_names
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
         """Chooses 8-bit or float32 moments for a parameter of any size, before its first step. The
@@ -102,17 +106,18 @@ class EightBit(Optimizer):
                 for slot in super().layouts(group)[0].slots
             )
         )
-        codes = (Slot(name, dtype=torch.uint8) for name in self.code_names)
+        names = self.codes_in(group)
+        codes = (Slot(name, dtype=torch.uint8) for name in names)
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         absmaxs = (
             Slot(name, lambda param: zeros(param).shape, torch.float32, first=zeros)
-            for name in self.scale_names
+            for name in map(absmax_of, names)
         )
         return in_float32, Layout((*codes, *absmaxs, STEP))
 
     def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
-        if entry and self.code_names[0] in entry:
+        if entry and self.codes_in(group)[0] in entry:
             return self.layout_index_of_state(entry)
         if param in self._overrides:
             return int(self._overrides[param] == 8)
@@ -120,7 +125,7 @@ class EightBit(Optimizer):
 
     def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Every step asks for thousands of small parameters.
-        name = self.code_names[0]
+        name = self.codes_in(group)[0]
         return [
             int(entry[name].dtype is torch.uint8)
             if entry and name in entry
@@ -129,7 +134,8 @@ class EightBit(Optimizer):
         ]
 
     def layout_index_of_state(self, entry: dict[str, Any]) -> int:
-        return int(getattr(entry.get(self.code_names[0]), "dtype", None) == torch.uint8)
+        moments = map(entry.get, self.code_names)
+        return int(any(getattr(one, "dtype", None) == torch.uint8 for one in moments))
 
     def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]

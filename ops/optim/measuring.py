@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._core.dtensor import local_part
 from ..grad.norm import measure
-from .errors import explained
-from .plan import Plan, StepScalars, like_param, table_of_grads
+from ..param_states.errors import explained
+from ..param_states.plan import Plan, StepScalars, like_param, table_of_grads
 
 
 def with_measured(

@@ -15,10 +15,10 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import Master, Rounding, mode_of
 from ..functional.momentum import lion_options, sgd_options
+from ..param_states.plan import Bucket, Call, Options, States, table_call
+from ..param_states.states import STEP, Layout, Slot
 from .base import Optimizer
 from .options import check_betas, check_fused, check_lr, of_groups, own_arguments
-from .plan import Bucket, Call, Options, States, table_call
-from .states import STEP, Layout, Slot
 
 
 class OneMoment(Optimizer):

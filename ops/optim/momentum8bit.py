@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .._core.weight_modes import Master, Rounding
+from ..param_states.plan import Bucket, Call, Options, States, table_call
 from .eight_bit import EIGHT_BIT, EightBit, Nonfinite, in_code_order
 from .momentum import SGD, Lion, OneMoment
 from .options import own_arguments
-from .plan import Bucket, Call, Options, States, table_call
 
 
 class OneMoment8bit(EightBit, OneMoment):

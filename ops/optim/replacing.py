@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..param_states.memory import state_memory
+from ..param_states.paging import planned_paging
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
-from .memory import state_memory
 from .momentum import SGD, Lion
 from .momentum8bit import Lion8bit, SGD8bit
-from .paging import planned_paging
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The classes of a rule: those of Headroom by kind, and torch's.
@@ -29,7 +29,8 @@ _RULES: list[tuple[dict[str, Any], Any]] = [
 
 
 def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer, or what the function makes of the model's parameters.
+    """Returns the optimizer, or what the function makes of the model's parameters, or Muon of the
+    model.
 
     Raises:
         TypeError: it is neither.
@@ -41,16 +42,23 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
                 f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer or a "
                 "function that makes one from parameters, such as its class"
             )
-        params = [p for p in model.parameters() if p.requires_grad]
-        if not params:
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: nothing is trained")
-        optimizer = optimizer(params)
+        optimizer = made_of(optimizer, model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
             )
     check_parameters(optimizer, model)
     return optimizer
+
+
+def made_of(make: Callable[[Any], Any], model: nn.Module) -> Any:
+    """Returns what a function makes of the parameters of a model that are trained, or Muon of the
+    model: parameters alone do not say which are hidden matrices."""
+    if getattr(getattr(make, "func", make), "takes_model", False):
+        return make(model)
+    return make([p for p in model.parameters() if p.requires_grad])
 
 
 def check_parameters(optimizer: Any, model: nn.Module) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..functional.lora import LowRank
-from ..functional.mlp_lora import Factor, times
 from ..nn.dora import dora_linear
 from ..nn.fused import bias_of, is_untouched, readers
 from ..nn.lora import joined, readable_matrix
+from ..nn.mlp_lora import Factor, LowRank, times
 from ..nn.quantized import QuantizedLinear
 from .bitsandbytes import matrix_for
 from .changes import Changes

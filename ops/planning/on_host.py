@@ -16,9 +16,9 @@ from .._core.overlap import laid_out
 from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
-from ..optim.paging.paged import Paging, block_size_of
-from ..optim.paging.parts import copied_bytes
-from ..optim.plan import Bucket, Calls
+from ..param_states.paging.paged import Paging, block_size_of
+from ..param_states.paging.parts import copied_bytes
+from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
 
 

@@ -15,7 +15,8 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
-from ..optim.paging.handle import begin
+from ..optim.replacing import made_of
+from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
 from ..step.run import passes, update
@@ -52,7 +53,7 @@ class Steps:
             checkpoint_every(model, given.checkpoint_every)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             # Of whole parameters, whose sizes optimizers see of shards too.
-            self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
+            self.optimizer = made_of(self.optimizer, model)
         self.distribute()
         if given.offload is not None:
             self.offload(given.offload)

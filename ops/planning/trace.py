@@ -24,7 +24,8 @@ from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
-from ..optim.paging.handle import check as check_offload
+from ..optim.muon.cost import warn_if_slow
+from ..param_states.paging.handle import check as check_offload
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..step.description import Step
 from ..step.errors import PlanError
@@ -78,6 +79,8 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
         run.prepare()
+        if step.optimizer is not None:
+            warn_if_slow(run.optimizer, list(tensors_in(copied.batch)), step.accumulation)
         if watch is not None:
             watch(run.model, recorder)
         try:

@@ -24,7 +24,7 @@ from .._core.names import name_of
 from ..functional.accumulate import accumulate_
 from ..optim.adam import Adam
 from ..optim.base import Optimizer
-from ..optim.plan import like_param
+from ..param_states.plan import like_param
 from .strategy import InBackward
 
 WHOLE = 1 - 1e-6  # shares that add up to one, rounded

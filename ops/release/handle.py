@@ -16,7 +16,7 @@ from .._core.ranks import fsdp_class
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer
 from ..optim.master_weights import headroom_optimizer
-from ..optim.plan import check_overlap
+from ..param_states.plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
 from .engine import Engine

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from ..functional.unscale_norm import grad_norm
 from ..grad.norm import Measured, are_local, clip_coef, measure
 from ..optim.base import Optimizer
-from ..optim.errors import explained
-from ..optim.plan import like_param
+from ..param_states.errors import explained
+from ..param_states.plan import like_param
 from .strategy import InBackward
 
 

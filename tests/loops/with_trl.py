@@ -106,6 +106,8 @@ def losses(name, *, ours, callbacks=()):
         **options,
     )
     given = {"reward_funcs": scores} if name == "GRPO" else {}
+    if name in ("DPO", "KTO"):
+        given = {"ref_model": llama()}
     trainer = trainer_class(
         model,
         args=args,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..._core.randomness import generators_kept
 from ...memory.collecting import no_collections
-from ...optim.paging.handle import begin
+from ...param_states.paging.handle import begin
 from ...step.clock import Stopwatch
 
 ELEMENTS = 4 << 20

@@ -15,8 +15,8 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
-from ...optim.paging import PagingMemory, paged_seconds, planned_paging
 from ...optim.replacing import is_headroom, state_bytes
+from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
 from ...planning.api import plan_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ...optim.paging import planned_paging
 from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
+from ...param_states.paging import planned_paging
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step

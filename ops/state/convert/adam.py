@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._core.weight_modes import RESIDUALS
 from ...functional.dynamic_map import dynamic_map
 from ...optim.adam8bit import Adam8bit
-from ...optim.block_scales import absmax_of, zero_absmaxs
+from ...param_states.block_scales import absmax_of, zero_absmaxs
 from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import MOMENTS, RULES, SQUARES, Context, Library, State, cast, step64
 

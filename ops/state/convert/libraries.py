@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._core.weight_modes import RESIDUALS
-from ...optim.block_scales import ABSMAXS
+from ...param_states.block_scales import ABSMAXS
 from . import adam, bitsandbytes
 from .bitsandbytes import BNB_WRAPPER
 from .neutral import MOMENTS, RULES, Library, State, number_of

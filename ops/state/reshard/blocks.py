@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..._core.dtensor import first_row, local_part, sharded_dim
 from ..._core.overlap import is_dense
 from ...functional.dynamic_map import dynamic_map
-from ...optim.block_scales import zero_absmaxs
+from ...param_states.block_scales import zero_absmaxs
 from ..convert.codes import encode, flattened, pieces
 from .report import Recut
 from .sources import Checkpoint, Stored

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..._core.dtensor import local_part
 from ...optim.base import Optimizer
-from ...optim.block_scales import ABSMAXS, zero_absmaxs
 from ...optim.master_weights import headroom_optimizer
+from ...param_states.block_scales import ABSMAXS, zero_absmaxs
 from .blocks import first_element, has_these_blocks, recut
 from .report import Recut, ReshardReport, gathered_report
 from .sources import Checkpoint, Stored

@@ -16,7 +16,7 @@ from headroom.host import HostMemoryError, arena, default_arena, trim
 from headroom.host.engine import Inline
 from headroom.host.schedule import Link
 from headroom.nn import Transformer, TransformerConfig
-from headroom.optim.paging import paged
+from headroom.param_states.paging import paged
 
 from helpers.fitting import cross_entropy, step_of
 

@@ -18,7 +18,7 @@ import headroom
 import torch
 from headroom.host.engine import Engine
 from headroom.host.simulation import Link, Schedule
-from headroom.optim.paging import paged
+from headroom.param_states.paging import paged
 
 QUEUES = ("compute", "up", "down")
 POISON = 0xFF  # NaN, as a float of any size

@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 import headroom
 import torch
 from headroom._core.weight_modes import mode_of
-from headroom.optim import SGD, Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD8bit
+from headroom.optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    Adam8bit,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Lion8bit,
+    Muon,
+    Muon8bit,
+    SGD8bit,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,11 +53,19 @@ class Mode(NamedTuple):
         return Mode(self.cls, {k: v for k, v in self.options.items() if k not in dropped})
 
     def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        if getattr(self.cls, "takes_model", False):  # bare parameters do not say what they are
+            params = list(params)
+            params = [
+                {"params": [p for p in params if (p.dim() in (2, 3)) is use], "use_muon": use}
+                for use in (True, False)
+            ]
         return self.cls(params, **copy.deepcopy(self.options) | options)
 
 
 ADAM = {"lr": 1e-2, "eps": 1e-4}  # which float16 moments can be added to
 SMALL = ADAM | {"min_8bit_size": 64}
+MUON = {"lr": 1e-2, "adamw": {"eps": 1e-4}, "workspace": 40_000}
+MUON8BIT = MUON | {"min_8bit_size": 64}
 IN_EVERY_WAY = {
     "adamw": Mode(AdamW, ADAM),
     "adam-amsgrad": Mode(Adam, ADAM | {"amsgrad": True, "maximize": True, "weight_decay": 0.1}),
@@ -66,6 +86,11 @@ EVERY = (
         for way in WEIGHTS
     }
     | {
+        "muon": Mode(Muon, MUON),
+        "muon-kahan": Mode(Muon, MUON | {"rounding": "kahan", "nesterov": False}),
+        "muon-f32": Mode(Muon, MUON | {"master": "f32", "ns_dtype": "float32"}),
+        "muon8bit-remainder16": Mode(Muon8bit, MUON8BIT | {"master": "remainder16"}),
+        "muon8bit-stochastic": Mode(Muon8bit, MUON8BIT | {"rounding": "stochastic", "seed": 7}),
         "adamw-tensor-lr": Mode(AdamW, ADAM | {"lr": torch.tensor(1e-2)}),
         "adamw-f32-moments": Mode(AdamW, ADAM | {"state_dtype": torch.float32}),
         "adamw-bf16-moments": Mode(AdamW, ADAM | {"state_dtype": torch.bfloat16}),

@@ -8,11 +8,11 @@ import headroom.adapters
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.functional import LowRank, dequantize_matrix, lora_linear, quantize_matrix
+from headroom.functional import dequantize_matrix, lora_linear, quantize_matrix
 from headroom.functional.glu import glu
 from headroom.functional.norm import layer_norm, rms_norm
 from headroom.nn import Transformer, TransformerConfig
-from headroom.nn.functional import mlp_block
+from headroom.nn.functional import LowRank, mlp_block
 from headroom.nn.fused import can_fuse
 from torch.autograd.graph import saved_tensors_hooks
 

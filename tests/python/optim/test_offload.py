@@ -14,7 +14,7 @@ from headroom.host import HostArena, HostMemoryError, default_arena
 from headroom.host.arena import in_arena
 from headroom.memory.cpu import CpuRecorder
 from headroom.optim import Adafactor, AdamW, AdamW8bit, offload
-from headroom.optim.paging import parts
+from headroom.param_states.paging import parts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

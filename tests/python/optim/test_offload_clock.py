@@ -14,7 +14,7 @@ from headroom.host import HostArena
 from headroom.host.schedule import paged_step
 from headroom.host.simulation import Link
 from headroom.optim import AdamW, offload
-from headroom.optim.paging import parts
+from headroom.param_states.paging import parts
 from torch import nn
 
 from helpers.bits import assert_same_bits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from headroom.host import HostArena, ring
 from headroom.optim import AdamW, offload
-from headroom.optim.paging import paged, parts
+from headroom.param_states.paging import paged, parts
 from torch import nn
 
 from helpers import modes

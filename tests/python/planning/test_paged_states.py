@@ -9,7 +9,7 @@ import torch
 from headroom.host import HostArena
 from headroom.host.engines import engine_of
 from headroom.optim import AdamW, AdamW8bit
-from headroom.optim.paging import planned_paging
+from headroom.param_states.paging import planned_paging
 from headroom.planning.recorder import Recorder
 from torch import nn
 

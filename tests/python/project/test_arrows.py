@@ -12,7 +12,7 @@ FLOORS = {
         [
             ["_core"],
             ["functional", "host"],
-            ["grad", "loss", "checkpointing"],
+            ["grad", "loss", "checkpointing", "param_states"],
             ["optim", "amp", "nn"],
             ["state", "patching", "release"],
             ["step", "quantizing"],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -167,6 +168,30 @@ message("${summary}; ${cublas_version}")
     (tmp_path / "cublas_api.h").write_text(numbers)
     code, said = configure(HEADROOM_CUBLAS="ON", HEADROOM_CUBLAS_INCLUDE=tmp_path)
     assert code == 0 and "for 80 90, compiler: , products: cuBLASLt 13.4; 13.4" in said
+
+
+@pytest.mark.parametrize(
+    "release, cuda, wanted",
+    [("12.8", "1", "+cu128"), ("13.0", "1", ""), (None, "1", ""), ("13.0", "0", "+cpu")],
+)
+def test_a_wheel_for_every_python_says_for_which_cuda_it_is(
+    setup, monkeypatch, tmp_path, release, cuda, wanted
+):
+    if release:
+        fake_nvcc(tmp_path, release)
+    monkeypatch.setenv("HEADROOM_CUDA", cuda)
+    plain = setup.version()
+    monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
+    assert "+" not in plain and setup.version() == plain + wanted
+
+
+def test_a_wheel_for_every_python_has_no_module_for_one(setup, monkeypatch, tmp_path):
+    without = "CMAKE_DISABLE_FIND_PACKAGE_pybind11"
+    assert without not in setup.cmake_options(tmp_path)
+    monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
+    assert setup.cmake_options(tmp_path)[without] == "ON"
+    command = setup.WheelForEveryPython(Distribution({"name": "headroom"}))
+    assert command.get_tag() == ("py3", "none", "manylinux_2_28_x86_64")
 
 
 def test_archs_can_be_narrowed(setup, monkeypatch, tmp_path):

@@ -443,9 +443,10 @@ def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) ->
 def _states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) -> Any:
     """Returns the states that an op takes for a bucket: a table, or lists if there is none."""
     layout, lists = bucket.layout, (bucket.params, bucket.grads)
-    table = table_of(lists, states, layout.param_like, layout.extra)
-    if table is not None:
-        return table
+    if not layout.is_whole:
+        table = table_of(lists, states, layout.param_like, layout.extra)
+        if table is not None:
+            return table
     return [[states[param][name] for param in bucket.params] for name in layout.names]
 
 

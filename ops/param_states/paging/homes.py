@@ -80,8 +80,8 @@ def is_cuttable(
     layout: Layout, param: Tensor, group: dict[str, Any], fields: tuple[Field, ...]
 ) -> bool:
     """Returns whether a part of a parameter is stepped as the whole is: its elements lie in memory
-    as those of its state, and no random numbers depend on their places."""
-    if layout.weights.is_random or group.get("code_rounding") == "stochastic":
+    as those of its state, its op takes parts, and no random numbers depend on their places."""
+    if layout.is_whole or layout.weights.is_random or group.get("code_rounding") == "stochastic":
         return False
     param = local_part(param)
     return is_dense(param) and all(

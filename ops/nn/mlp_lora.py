@@ -16,14 +16,40 @@ import torch
 from torch import Tensor
 
 from .._core.registration import require
-from .._core.rows import autocast_dtype, cast
-from .gemm import matmul_precision
-from .linear import linear
-from .linear_quantized import linear_quantized
-from .lora import LowRank, lora_linear, parts_of, seed_of
-from .mlp import DOWN, DOWN_BIAS, GATE_UP, GATE_UP_BIAS, NORM_BIAS, NORM_WEIGHT, NORMS, X, kept_for
-from .norm import CASTINGS, layer_norm, rms_norm
-from .quantize_matrix import QuantizedMatrix
+from .._core.rows import autocast_dtype, cast, check_tensors
+from ..functional.gemm import matmul_precision
+from ..functional.linear import linear
+from ..functional.linear_quantized import linear_quantized
+from ..functional.lora import check_dropout, lora_linear, parts_of, seed_of
+from ..functional.mlp import (
+    DOWN,
+    DOWN_BIAS,
+    GATE_UP,
+    GATE_UP_BIAS,
+    NORM_BIAS,
+    NORM_WEIGHT,
+    NORMS,
+    X,
+    kept_for,
+)
+from ..functional.norm import CASTINGS, layer_norm, rms_norm
+from ..functional.quantize_matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Holds an adapter of a matrix ``[out, in]``, ``scale * b @ a``, whose product is of rows that
+    drop some of their elements. Arguments are those of :func:`headroom.functional.lora_linear`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+    seed: int | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensors(a=self.a, b=self.b)
+        check_dropout(self.dropout)
 
 
 class Factor(NamedTuple):
@@ -269,9 +295,9 @@ def _tiles(tokens: int, n: Numbers, device: torch.device) -> Iterator[tuple[int,
         yield tile, slice(first, min(first + step, tokens))
 
 
-# Enough rows for products, and few enough for their factors to stay in a cache of the CPU. A matrix
-# of few bits is decoded for each tile again.
-_TILE_TOKENS = {"cpu": 256, "cuda": 4096}
+# So many that products lose nothing by packing or decoding their matrices for each tile again: with
+# AVX-512 a tile of 256 took 1.07 of the time.
+_TILE_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 class _Call(NamedTuple):
@@ -324,6 +350,17 @@ class _Call(NamedTuple):
         gate, gate_t = self.gate.times(normed, tile)
         up, up_t = (None, None) if self.up is None else self.up.times(normed, tile)
         return {"gate": gate, "up": up, "gate_t": gate_t, "up_t": up_t}
+
+    def constant(self) -> _Call:
+        """Returns the call without gradients."""
+        plain, matrices = [], []
+        for one in (self.norm_weight, self.norm_bias):
+            plain.append(one if one is None else one.detach())
+        for each in (self.gate, self.up, self.down):
+            tensors = () if each is None else each[:_TENSORS]
+            own = [t if t is None else t.detach() for t in tensors]
+            matrices.append(None if each is None else _Matrix(*own, each.layout))
+        return _Call(self.numbers, *plain, *matrices)
 
     def is_packed(self) -> bool:
         return self.up is None and self.gate.layout.shape[0] != self.down.layout.shape[1]
@@ -444,6 +481,10 @@ def _backward_of_tile(
         sums.add(f"{name}_b", db)
         return found
 
+    def normed_again() -> Tensor:
+        assert held["x"] is not None
+        return call.constant().norm(held["x"].detach())[0]
+
     of_norm = needs["x"] or needs["norm_weight"] or needs["norm_bias"]
     first = [
         name for name in ("gate", "up") if any(needs[f"{name}_{w}"] for w in ("a", "b", "bias"))
@@ -452,12 +493,12 @@ def _backward_of_tile(
     normed, gates = held["normed"], {name: held[name] for name in _GATES}
     activated = held["activated"]
     again = (through or (needs["down_a"] and activated is None)) and gates["gate"] is None
-    if normed is None and (again or needs["gate_a"] or needs["up_a"]):
-        normed, _, _ = call.norm(held["x"])
-    if again:
-        gates = call.gates(normed, tile)
-    if needs["down_a"] and activated is None:
-        activated = call.activated(gates)
+    with torch.enable_grad():  # by which a profile tells what is computed again
+        if again:
+            normed = normed_again() if normed is None else normed
+            gates = call.constant().gates(normed, tile)
+        if needs["down_a"] and activated is None:
+            activated = call.activated(gates)
     dinner = add("down", call.down, dy, activated, held["down_t"], through)
     del activated
     if not through:
@@ -468,6 +509,9 @@ def _backward_of_tile(
     del dinner
     gate_t, up_t = gates["gate_t"], gates["up_t"]
     del gates
+    if normed is None and (needs["gate_a"] or needs["up_a"]):
+        with torch.enable_grad():
+            normed = normed_again()
     dnormed = add("gate", call.gate, dgate, normed, gate_t, of_norm)
     if call.up is not None:
         more = add("up", call.up, dup, normed, up_t, of_norm)

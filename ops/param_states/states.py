@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     slots: tuple[Slot, ...]
     weights: WeightsMode = NEAREST  # how the parameters are stored
     index: int = 0  # among the optimizer's layouts
+    is_whole: bool = False  # whether the op takes whole parameters, as lists of tensors
 
     @property
     def param_like(self) -> tuple[str, ...]:

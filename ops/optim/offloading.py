@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...host.arena import HostArena
-from ..master_weights import headroom_optimizer
-from .handle import OffloadHandle, begin
+from ..host.arena import HostArena
+from ..param_states.paging.handle import OffloadHandle, begin
+from .master_weights import headroom_optimizer
 
 
 def offload(

@@ -1,0 +1,260 @@
+"""Chooses the parameters that Muon steps: the hidden matrices. All others are AdamW's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from ..._core.registration import FLOATS
+from .matrices import Split, matrix_shape, parts_of
+
+EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|\w*emb(ed)?(ding)?s?(_\w+)?)([._]|$)")
+HEADS = {"lm_head", "embed_out", "output_layer", "unembed", "to_logits", "qa_outputs"}
+HEADS_OUTSIDE_LAYERS = {"head", "heads", "output", "classifier", "score", "logits", "decoder"}
+PACKED_QKV = {"qkv", "qkv_proj", "Wqkv", "c_attn", "in_proj_weight"}
+PACKED_HALVES = {"gate_up", "gate_up_proj", "up_gate_proj"}
+GATES = {"LSTM": 4, "GRU": 3}
+
+HIDDEN, EMBEDDING, HEAD, VECTOR, CONVOLUTION = (
+    "hidden matrices",
+    "embeddings",
+    "heads",
+    "norms, biases and vectors",
+    "convolutions",
+)
+FLAT = (
+    "Muon wants whole matrices, and FSDP1 keeps parameters in flat shards: {}. Use fully_shard() "
+    "(FSDP2), whose shards are gathered one batch at a time, or headroom.optim.AdamW"
+)
+
+
+@dataclass
+class MuonChoice:
+    """Says which parameters Muon steps and which AdamW, by the reason."""
+
+    names: dict[str, list[str]] = field(default_factory=dict)  # of parameters, by reason
+    numel: dict[str, int] = field(default_factory=dict)  # their elements
+    splits: dict[str, int] = field(default_factory=dict)  # parts of packed matrices, by name
+
+    def add(self, reason: str, name: str, param: Tensor) -> None:
+        self.names.setdefault(reason, []).append(name)
+        self.numel[reason] = self.numel.get(reason, 0) + param.numel()
+
+    def __str__(self) -> str:
+        lines = []
+        for reason, names in sorted(self.names.items(), key=lambda item: item[0] != HIDDEN):
+            stepped = "Muon " if reason.startswith(HIDDEN) else "AdamW"
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            lines.append(
+                f"{stepped} {reason}: {self.numel[reason]:,} elements in {len(names):,} "
+                f"tensor{'s' * (len(names) != 1)} ({shown})"
+            )
+        if self.splits:
+            ends: dict[str, int] = {}
+            for name, parts in self.splits.items():
+                ends[f"{name.removesuffix('.weight').rpartition('.')[2]} in {parts}"] = 1
+            lines.append(f"packed matrices are split: {', '.join(ends)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What is known of the module that has a parameter."""
+
+    module: nn.Module | None = None
+    parent: nn.Module | None = None
+
+
+class Chooser:
+    """Sorts parameters by what they are, from the modules of a model or from names alone.
+
+    Args:
+        model: whose parameters they are; None: names decide.
+        split: parts of packed matrices, by the end of a name; before what is known.
+        convolutions: whether Muon steps the weights of convolutions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        split: Mapping[str, Any] | None,
+        convolutions: bool,
+    ) -> None:
+        self.choice = MuonChoice()
+        self._given, self._convolutions = dict(split or {}), convolutions
+        self._owners: dict[int, _Owner] = {}
+        self._embeddings: set[int] = set()
+        self._vocabularies: set[int] = set()
+        self._heads: set[int] = set()
+        if model is not None:
+            self._look_at(model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise ValueError(FLAT.format(f"'{name or 'the model'}' is wrapped in it"))
+            parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+            for param in module._parameters.values():
+                if param is not None:
+                    self._owners.setdefault(id(param), _Owner(module, parent))
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                self._embeddings.add(id(module.weight))
+                self._vocabularies.add(module.num_embeddings)
+        get_head = getattr(model, "get_output_embeddings", None)
+        head = get_head() if callable(get_head) else None
+        if isinstance(getattr(head, "weight", None), Tensor):
+            self._heads.add(id(head.weight))
+
+    def reason(self, name: str, param: Tensor) -> str:
+        """Returns what a parameter is."""
+        if "_flat_param" in name or "_fsdp_wrapped_module" in name:
+            raise ValueError(FLAT.format(f"'{name}' is of one"))
+        if is_lazy(param):
+            raise ValueError(f"'{name}' has no shape yet: run the model once before")
+        owner, words = self._owners.get(id(param), _Owner()), name.split(".")
+        if param.dtype not in FLOATS or param.dim() < 2 or words[-1].endswith("bias"):
+            return VECTOR
+        in_layer = any(word.isdigit() for word in words[:-2])
+        module = words[-2] if len(words) > 1 else words[-1]
+        if id(param) in self._embeddings:
+            return EMBEDDING
+        is_head = id(param) in self._heads or module in HEADS
+        is_head |= not in_layer and module in HEADS_OUTSIDE_LAYERS
+        is_head |= (
+            not in_layer
+            and isinstance(owner.module, nn.Linear)
+            and owner.module.out_features in self._vocabularies
+        )
+        if is_head:
+            return HEAD
+        if EMBEDDINGS.search(name.removesuffix(".weight")) and not isinstance(
+            owner.module, nn.Linear
+        ):
+            return EMBEDDING
+        if isinstance(owner.module, _ConvNd) or param.dim() > 3:
+            return HIDDEN + " of convolutions" if self._convolutions else CONVOLUTION
+        if owner.module is None and param.dim() == 3 and "conv" in name:
+            return CONVOLUTION
+        return HIDDEN if min(matrix_shape(param.shape)[1:]) > 1 else VECTOR
+
+    def split_of(self, name: str, param: Tensor) -> Split:
+        """Returns the parts of a packed matrix; None: it is one."""
+        path = name.removesuffix(".weight")
+        for end, split in self._given.items():
+            if f".{path}".endswith(f".{end}") or f".{name}".endswith(f".{end}"):
+                return split if split is None or isinstance(split, int) else tuple(split)
+        if param.dim() != 2:
+            return None
+        owner, word = self._owners.get(id(param), _Owner()), path.rpartition(".")[2]
+        rows, cols = int(param.shape[0]), int(param.shape[1])
+        if gates := GATES.get(type(owner.module).__name__):
+            return gates if rows % gates == 0 else None
+        if word in PACKED_HALVES and rows % 2 == 0:
+            return 2
+        if word not in PACKED_QKV:
+            return None
+        sizes = _head_rows(owner.parent)
+        if sum(sizes) == rows:
+            return sizes
+        if rows == 3 * cols:
+            return 3
+        return (rows,) * 3 if cols == 3 * rows else None
+
+    def groups(self, params: Iterable[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the groups of parameters with these options: of matrices one for each way in
+        which they are split, and one of all others."""
+        pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
+        if any(name is None for name, _ in pairs):
+            if bad := [p for _, p in pairs if isinstance(p, Tensor) and p.dim() < 2]:
+                raise ValueError(
+                    f"one of the parameters has shape {list(bad[0].shape)}, and parameters without "
+                    "names do not say which are hidden matrices: give the model or its "
+                    "named_parameters(), or groups with use_muon=True and False"
+                )
+            return [{**options, "params": [p for _, p in pairs], "use_muon": True}]
+        sorted_by: dict[tuple[bool, Split], list[Any]] = {}
+        for name, param in pairs:
+            reason = self.reason(name, param)
+            use_muon = reason.startswith(HIDDEN)
+            split = self.split_of(name, param) if use_muon else None
+            if split is not None:
+                parts = parts_of(param.shape, split)
+                self.choice.splits[name] = len(parts)
+            self.choice.add(reason, name, param)
+            sorted_by.setdefault((use_muon, split), []).append((name, param))
+        keys = sorted(sorted_by, key=lambda key: (not key[0], key[1] is not None))
+        return [
+            {**options, "params": sorted_by[key], "use_muon": key[0]}
+            | ({} if key[1] is None else {"split": key[1]})
+            for key in keys
+        ]
+
+
+def _head_rows(attention: nn.Module | None) -> tuple[int, ...]:
+    """Returns the rows of queries, keys and values of a module of attention, or none if it does not
+    say how many heads it has."""
+    config = getattr(attention, "config", None)
+    heads = getattr(attention, "heads", None) or getattr(config, "num_attention_heads", None)
+    keys = getattr(attention, "kv_heads", None) or getattr(config, "num_key_value_heads", heads)
+    dim = getattr(attention, "head_dim", None)
+    if not all(isinstance(one, int) for one in (heads, keys, dim)):
+        return ()
+    return heads * dim, keys * dim, keys * dim
+
+
+def groups_of(
+    params: Any, split: Mapping[str, Any] | None, convolutions: bool
+) -> tuple[list[dict[str, Any]], MuonChoice | None]:
+    """Returns groups that all say whether Muon steps them, and what the default rule chose, if it
+    was asked.
+
+    Args:
+        params: a model; pairs of names and parameters; parameters of two or three dimensions; or
+            groups, which without ``use_muon`` hold any of these.
+    """
+    if isinstance(params, nn.Module):
+        chooser = Chooser(params, split, convolutions)
+        return chooser.groups(list(params.named_parameters()), {}), chooser.choice
+    if isinstance(params, Tensor):
+        raise TypeError("params is a tensor, wanted a model, named parameters, or groups")
+    given, groups, chooser = list(params), [], Chooser(None, split, convolutions)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    for group in given:
+        members = group.get("params")
+        members = [members] if isinstance(members, Tensor) else list(members or ())
+        if "use_muon" in group:
+            groups.append({**group, "params": members})
+        else:
+            options = {name: value for name, value in group.items() if name != "params"}
+            groups += chooser.groups(members, options)
+    return groups, chooser.choice if chooser.choice.names else None
+
+
+def check_matrices(params: Any, split: Split) -> None:
+    """Refuses parameters without whole matrices.
+
+    Raises:
+        ValueError: one has fewer than two dimensions, or does not fit the split.
+    """
+    for one in [params] if isinstance(params, Tensor) else params:
+        name, param = one if isinstance(one, tuple) else ("a parameter", one)
+        if not isinstance(param, Tensor) or is_lazy(param):
+            continue
+        if type(param).__name__ == "FlatParameter":
+            raise ValueError(FLAT.format(f"{name} is one"))
+        if param.dim() < 2:
+            raise ValueError(
+                f"Muon steps matrices, and {name} has shape {list(param.shape)}: give it in a "
+                "group with use_muon=False, or the model to choose by. A shard that FSDP1 "
+                "flattened is not a matrix: use fully_shard() (FSDP2)"
+            )
+        parts_of(param.shape, split)

@@ -1,0 +1,280 @@
+"""Steps matrices whose rows are sharded over ranks: momentum and update run on the shards, and each
+rank makes its share of the matrices orthogonal as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..._core.dtensor import place_of, sharded_dim
+from ..._core.grouping import grouped
+from ...param_states.plan import Bucket, Call
+from .matrices import Part, as_matrices, matrix_shape, parts_of
+from .steps import (
+    Batch,
+    Matrix,
+    Rule,
+    Updates,
+    Workspace,
+    aligned,
+    as_shaped,
+    gather_momentum,
+    largest_count,
+    matrices_of,
+)
+
+
+class Sharding(NamedTuple):
+    """How the matrices of DTensors are spread over ranks."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    dim: int | None  # of the mesh, over which rows are sharded; None: they are sharded otherwise
+
+
+def sharding_of(param: Tensor) -> Sharding | None:
+    """Returns how the matrices of a parameter are sharded, or None if those that this rank has are
+    whole: experts that are sharded by expert are."""
+    if not isinstance(param, DTensor):
+        return None
+    first = int(param.dim() == 3)  # the first dimension of a matrix
+    cut = [
+        (dim, placement)
+        for dim, placement in enumerate(param.placements)
+        if sharded_dim(placement) is not None and sharded_dim(placement) >= first
+    ]
+    if not cut:
+        return None
+    rows = len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0 and not first
+    return Sharding(param.device_mesh, tuple(param.placements), cut[0][0] if rows else None)
+
+
+def prepared_sharded(
+    rule: Rule,
+    bucket: Bucket,
+    columns: dict[str, list[Tensor]],
+    sharding: Sharding,
+    options: dict[str, Any],
+    limit: int,
+    memory: Workspace,
+) -> Call:
+    """Returns the call that steps matrices of one sharding, after it has reserved memory. All ranks
+    run it together."""
+    if rule.normuon is not None:
+        raise RuntimeError(
+            "normuon normalizes the rows of whole matrices, and these are sharded over ranks: "
+            "leave it out, or use DDP with process_group"
+        )
+    matrices = matrices_of(bucket, columns, rule, [owner.shape for owner in bucket.owners])
+    updates = Updates(rule, matrices, options)
+    by_owner = grouped(matrices, lambda one: one.owner)
+    positions = range(len(bucket.owners))
+    runs: list[Any] = []
+    if sharding.dim is None:
+        runs = [
+            _Gathered(rule, bucket.owners[i], sharding, by_owner.get(i, []), memory)
+            for i in positions
+        ]
+    else:
+        group = sharding.mesh.get_group(sharding.dim)
+        shapes = grouped(positions, lambda i: matrix_shape(bucket.owners[i].shape)[1:])
+        for shape, alike in shapes.items():
+
+            def exchange_of(count: int, shape: tuple[int, int] = shape) -> _Exchange:
+                return _Exchange(rule, shape, count, group, memory.device)
+
+            count = largest_count(len(alike), limit, lambda n: exchange_of(n).end)
+            for first in range(0, len(alike), count):
+                chosen = alike[first : first + count]
+                run = exchange_of(len(chosen))
+                run.begin([by_owner.get(i, []) for i in chosen], memory)
+                runs.append(run)
+
+    def call() -> None:
+        for run in runs:
+            run.run(options, updates)
+
+    return call
+
+
+class _Exchange:
+    """A batch of parameters of one shape, each of which one rank makes orthogonal.
+
+    Rows go to that rank and come back, by one exchange of all ranks each way. The parameters of a
+    rank are consecutive: as many for each, but for the last ranks.
+    """
+
+    def __init__(
+        self, rule: Rule, shape: tuple[int, int], count: int, group: Any, device: torch.device
+    ) -> None:
+        self._rule, self._group, self._count = rule, group, count
+        rows, self._cols = shape
+        ranks, self._rank = group.size(), group.rank()
+        share, chunk = -(-count // ranks), -(-rows // ranks)
+        firsts = [min(rank * chunk, rows) for rank in range(ranks + 1)]
+        self._rows = [(first, last - first) for first, last in zip(firsts, firsts[1:])]
+        self._first = min(self._rank * share, count)
+        own = [min((rank + 1) * share, count) - min(rank * share, count) for rank in range(ranks)]
+        self._own, mine = own[self._rank], self._rows[self._rank][1]
+        self._there = [n * mine * self._cols for n in own]  # elements of the shards here, by owner
+        self._here = [self._own * n * self._cols for _, n in self._rows]  # of own, by their rank
+        self._parts = parts_of(shape, rule.split)
+        size = rule.dtype.itemsize
+        self._shape = count, mine, self._cols
+        self._received = aligned(sum(self._there) * size)
+        self._sums = self._received + aligned(sum(self._here) * size)
+        self._local_sums = self._sums + aligned(4 * count * len(self._parts))
+        self.end = self._local_sums + aligned(4 * count * len(self._parts))
+        self._batches: list[tuple[Batch, list[int]]] = []
+        for size, alike in grouped(range(len(self._parts)), lambda p: self._parts[p].size).items():
+            batch = Batch(rule, self._own * len(alike), size, device, self.end)
+            self._batches.append((batch, alike))
+            self.end = batch.end
+
+    def begin(self, matrices: Sequence[Sequence[Matrix]], memory: Workspace) -> None:
+        """Takes the rows that this rank has of each parameter."""
+        self._memory = memory
+        memory.reserve(self.end)
+        self._matrices = [one for each in matrices for one in each]
+        places, self._places = [], []
+        for k, each in enumerate(matrices):
+            for one in each:
+                p = self._parts.index(one.part)
+                places.append(k * len(self._parts) + p)
+                self._places.append((k, p))
+        self._index = torch.tensor(places, dtype=torch.int64, device=memory.device)
+
+    def _pieces(self, received: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns pairs of rows of own matrices: in the memory of the exchange and in a batch."""
+        pairs, sources = [], received.split(self._here)
+        for batch, alike in self._batches:
+            x = batch.x(self._memory).unflatten(0, (self._own, len(alike)))
+            for j, p in enumerate(alike):
+                part = self._parts[p]
+                whole = x[:, j].transpose(1, 2) if part.rows > part.cols else x[:, j]
+                for (first, rows), source in zip(self._rows, sources):
+                    here = part.within(first, rows, self._cols)
+                    if here.rows:
+                        piece = source.view(self._own, rows, self._cols)
+                        piece = piece.narrow(1, here.row, here.rows)
+                        begin = first + here.row - part.row
+                        pairs.append(
+                            (
+                                piece.narrow(2, part.col, part.cols),
+                                whole.narrow(1, begin, here.rows),
+                            )
+                        )
+        return pairs
+
+    def run(self, options: dict[str, Any], updates: Updates) -> None:
+        memory, dtype, parts = self._memory, self._rule.dtype, len(self._parts)
+        local = memory.take(0, self._shape, dtype)
+        received = memory.take(self._received, (sum(self._here),), dtype)
+        sums = memory.take(self._sums, (self._count * parts,), torch.float32)
+        first_row = self._rows[self._rank]
+        views = [
+            self._parts[p].within(*first_row, self._cols).of(local[k]) for k, p in self._places
+        ]
+        sums.zero_()
+        if views:
+            own = memory.take(self._local_sums, (len(views),), torch.float32)
+            gather_momentum(self._rule, self._matrices, views, own, options)
+            sums.index_copy_(0, self._index, own)
+        dist.all_reduce(sums, group=self._group)
+        flat = local.view(-1)
+        self._exchange(received, flat, self._here, self._there)
+        if self._own:
+            squares = sums.view(self._count, parts)[self._first : self._first + self._own]
+            for batch, alike in self._batches:
+                own = batch.squares(memory).view(self._own, len(alike))
+                for j, p in enumerate(alike):
+                    own[:, j].copy_(squares[:, p])
+            for piece, rows in self._pieces(received):
+                rows.copy_(piece)
+            for batch, _ in self._batches:
+                batch.orthogonalize(memory)
+            for piece, rows in self._pieces(received):
+                piece.copy_(rows)
+        self._exchange(flat, received, self._there, self._here)
+        if views:
+            updates.run(self._matrices, views)
+
+    def _exchange(self, out: Tensor, given: Tensor, here: list[int], there: list[int]) -> None:
+        size = out.element_size()  # collectives of the CPU do not have all dtypes
+        dist.all_to_all_single(
+            out.view(torch.uint8),
+            given.view(torch.uint8),
+            [n * size for n in here],
+            [n * size for n in there],
+            group=self._group,
+        )
+
+
+class _Gathered:
+    """A parameter that is sharded by more than rows: every rank gathers it and makes it
+    orthogonal."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        owner: Tensor,
+        sharding: Sharding,
+        matrices: Sequence[Matrix],
+        memory: Workspace,
+    ) -> None:
+        self._rule, self._owner, self._sharding = rule, owner, sharding
+        self._matrices, self._memory = matrices, memory
+        self._row = place_of(owner)[0] // max(owner.shape[-1], 1)
+        number, _, _ = matrix_shape(owner.shape)
+        self._parts = parts_of(owner.shape, rule.split)
+        self._batches = []
+        for size, alike in grouped(self._parts, lambda part: part.size).items():
+            batch = Batch(rule, number * len(alike), size, memory.device)
+            memory.reserve(batch.end)
+            self._batches.append((batch, alike))
+
+    def run(self, options: dict[str, Any], updates: Updates) -> None:
+        rule, owner, memory = self._rule, self._owner, self._memory
+        mesh, placements = self._sharding.mesh, self._sharding.placements
+        local = torch.empty(owner.to_local().shape, dtype=rule.dtype, device=memory.device)
+        views = self._views(local)
+        if views:
+            sums = torch.empty(len(views), dtype=torch.float32, device=memory.device)
+            gather_momentum(rule, self._matrices, views, sums, options)
+        form = {"shape": owner.shape, "stride": torch.empty(owner.shape, device="meta").stride()}
+        sharded = DTensor.from_local(local, mesh, placements, run_check=False, **form)
+        whole = sharded.full_tensor()
+        for batch, alike in self._batches:
+            x, squares = batch.x(memory), batch.squares(memory)
+            blocks = [part.of(one) for one in as_matrices(whole, whole) for part in alike]
+            parts: list[Part] = [part for _ in as_matrices(whole, whole) for part in alike]
+            for k, (block, part) in enumerate(zip(blocks, parts)):
+                as_shaped(x[k], part).copy_(block)
+            norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32)
+            squares.copy_(norms.square())
+            batch.orthogonalize(memory)
+            for k, (block, part) in enumerate(zip(blocks, parts)):
+                block.copy_(as_shaped(x[k], part))
+        everywhere = [Replicate()] * mesh.ndim
+        spread = DTensor.from_local(whole, mesh, everywhere, run_check=False)
+        local = spread.redistribute(placements=placements).to_local()
+        if views:
+            updates.run(self._matrices, self._views(local.contiguous()))
+
+    def _views(self, local: Tensor) -> list[Tensor]:
+        """Returns the parts of a shard that belong to the matrices here."""
+        views = []
+        for one in as_matrices(local, local):
+            for part in self._parts:
+                rows, cols = one.shape
+                here = Part(0, rows, 0, cols)
+                if len(self._parts) > 1:
+                    here = part.within(self._row, rows, cols)
+                if here.rows and here.cols:
+                    views.append(here.of(one))
+        return views

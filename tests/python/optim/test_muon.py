@@ -1,0 +1,427 @@
+"""Muon and Muon8bit in one process: against torch's and the exact polar factor, which parameters
+they step and how packed ones are split, states, and refusals."""
+
+import copy
+import functools
+import warnings
+
+import headroom
+import pytest
+import torch
+from headroom.functional.newton_schulz import newton_schulz_workspace
+from headroom.optim import AdamW, Muon, Muon8bit
+from headroom.optim.muon import muon as muon_module
+from headroom.optim.muon.matrices import parts_of
+from headroom.optim.muon.rule import iterations
+from torch import nn
+
+SHAPES = [(64, 32), (32, 64), (48, 48), (64, 32), (128, 96)]
+BOTH = pytest.mark.parametrize("cls", [Muon, Muon8bit])
+
+
+def matrices(dtype=torch.float32, shapes=SHAPES):
+    random = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+def set_grads(step, *lists):
+    for owners in lists:
+        random = torch.Generator().manual_seed(100 + step)
+        for param in owners:
+            param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
+
+
+def run(optimizer, owners, steps):
+    for step in steps:
+        set_grads(step, owners)
+        optimizer.step()
+
+
+def orthogonalized(u, ns_coefficients, steps, dtype=torch.bfloat16):
+    """Newton-Schulz on one matrix, as in Keller Jordan's post."""
+    x = u.to(dtype) / max(float(u.norm()), 1e-7)
+    x = x.T if u.shape[0] > u.shape[1] else x
+    for a, b, c in iterations(ns_coefficients, steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.02},
+        {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "nesterov": False, "momentum": 0.8},
+        {"lr": 0.01, "adjust_lr_fn": "spectral_unclamped", "ns_steps": 3, "weight_decay": 0.0},
+    ],
+)
+def test_steps_are_those_of_torch(options):
+    """Moments bit for bit, and what was made orthogonal within the rounding of bfloat16."""
+    ours, theirs, before = matrices(), matrices(), matrices()
+    optimizer, reference = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    run(optimizer, ours, range(4))
+    run(reference, theirs, range(4))
+    for param, other, first in zip(ours, theirs, before):
+        moment = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(moment, reference.state[other]["momentum_buffer"])
+        moved = (other - first).norm()
+        assert (param - other).norm() < 0.02 * moved
+
+
+def exact_factor(u):
+    left, _, right = torch.linalg.svd(u.double(), full_matrices=False)
+    return left @ right
+
+
+@BOTH
+@pytest.mark.parametrize("variant", ["standard", "gram"])
+def test_one_step_goes_along_the_exact_polar_factor(cls, variant):
+    """Of the gradient: 12 iterations that converge leave the error of the arithmetic alone."""
+    owners = matrices()
+    optimizer = cls(
+        owners,
+        lr=1.0,
+        weight_decay=0.0,
+        momentum=0.0,
+        ns_dtype="float32",
+        ns_coefficients=[(3.4445, -4.7750, 2.0315)] * 5 + [(1.875, -1.25, 0.375)] * 7,
+        ns_steps=12,
+        variant=variant,
+        adjust_lr_fn="spectral_unclamped",
+    )
+    set_grads(0, owners)
+    before = [param.detach().clone() for param in owners]
+    optimizer.step()
+    for param, first in zip(owners, before):
+        rows, cols = param.shape
+        step = (first - param) / (rows / cols) ** 0.5
+        torch.testing.assert_close(step.double(), exact_factor(param.grad), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["jordan", "you_jiacheng", "polar_express"])
+def test_coefficients_by_name(name):
+    """All bring the singular values near 1, and each gives its own polynomials."""
+    owners = matrices()
+    optimizer = Muon(owners, lr=1.0, weight_decay=0.0, momentum=0.0, ns_coefficients=name)
+    set_grads(0, owners)
+    before = [param.detach().clone() for param in owners]
+    optimizer.step()
+    for param, first in zip(owners, before):
+        scale = max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+        step = (first - param).detach() / scale
+        values = torch.linalg.svdvals(step)
+        assert 0.3 < values.min() and values.max() < 1.3
+        want = orthogonalized(param.grad, name, 5, torch.float64)
+        theirs = orthogonalized(param.grad, name, 5)
+        assert (step - want).norm() <= 2 * (theirs - want).norm()
+
+
+def test_normuon_gives_rows_one_size():
+    """After the first step: all rows of one norm, and the norm of the matrix as it was."""
+    (owner,) = matrices(shapes=[(16, 48)])
+    optimizer = Muon([owner], lr=1.0, weight_decay=0.0, normuon=0.95)
+    plain = matrices(shapes=[(16, 48)])
+    reference = Muon(plain, lr=1.0, weight_decay=0.0)
+    before = owner.detach().clone()
+    run(optimizer, [owner], range(1))
+    run(reference, plain, range(1))
+    moved, other = (before - owner).detach(), (before - plain[0]).detach()
+    rows = moved.norm(dim=1)
+    torch.testing.assert_close(rows, rows.mean().expand(16), rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved.norm(), other.norm(), rtol=1e-3, atol=0)
+    assert optimizer.state[owner]["row_var"].shape == (16,)
+
+
+def test_less_workspace_is_the_same_step():
+    steps = []
+    for workspace in (0, "1 GiB"):
+        owners = matrices()
+        run(Muon(owners, workspace=workspace), owners, range(2))
+        steps.append(owners)
+    for param, other in zip(*steps):
+        torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-5)
+
+
+# ---- which parameters ----------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    heads, kv_heads, head_dim = 4, 2, 8
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 64)
+        self.out = nn.Linear(32, 32)
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "attn": Attention(),
+                    "norm": nn.LayerNorm(32),
+                    "gate_up": nn.Linear(32, 96, bias=False),
+                    "down": nn.Linear(48, 32, bias=False),
+                }
+            )
+            for _ in range(2)
+        )
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.head = nn.Linear(32, 50, bias=False)
+
+
+def names_of(optimizer, use_muon):
+    groups = [group for group in optimizer.param_groups if group["use_muon"] is use_muon]
+    return {name for group in groups for name in group["param_names"]}
+
+
+@BOTH
+@pytest.mark.parametrize("by_names", [False, True])
+def test_hidden_matrices_are_chosen(cls, by_names, capsys):
+    muon_module._printed.clear()
+    model = Gpt()
+    optimizer = cls(list(model.named_parameters()) if by_names else model, adamw={"lr": 3e-4})
+    hidden = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.out")}
+    hidden |= {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("gate_up", "down")}
+    assert names_of(optimizer, True) == hidden
+    assert names_of(optimizer, False) == {name for name, _ in model.named_parameters()} - hidden
+    for group in optimizer.param_groups:
+        expected = (1e-3, 1e-7) if group["use_muon"] else (3e-4, 1e-8)
+        assert (group["lr"], group["eps"]) == expected
+    splits = {
+        name: group["split"] for group in optimizer.param_groups for name in group["param_names"]
+    }
+    assert splits["blocks.0.gate_up.weight"] == 2
+    assert splits["blocks.0.attn.qkv.weight"] == (None if by_names else (32, 16, 16))
+    report = capsys.readouterr().err
+    assert f"{cls.__name__} chose" in report and str(optimizer.choice) in report
+    assert "AdamW embeddings: 1,600 elements in 1 tensor (wte.weight)" in report
+    assert "AdamW heads: 1,600 elements" in report and "convolutions: 216" in report
+
+
+def test_tied_heads_are_embeddings_and_convolutions_may_be_chosen():
+    model = Gpt()
+    model.head.weight = model.wte.weight
+    optimizer = Muon(model, convolutions=True)
+    assert "conv.weight" in names_of(optimizer, True)
+    assert "wte.weight" in names_of(optimizer, False)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    before = model.conv.weight.detach().clone()
+    optimizer.step()
+    moved = (model.conv.weight - before).flatten(1)
+    assert moved.norm() > 0
+
+
+def test_other_parameters_are_stepped_as_adamw_does():
+    model, other = Gpt(), Gpt()
+    other.load_state_dict(model.state_dict())
+    optimizer = Muon(model, adamw={"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.2})
+    reference = AdamW(other.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.2)
+    for step in range(3):
+        set_grads(step, list(model.parameters()), list(other.parameters()))
+        optimizer.step()
+        reference.step()
+    chosen, own = names_of(optimizer, False), dict(model.named_parameters())
+    for name, param in other.named_parameters():
+        assert torch.equal(param, own[name]) is (name in chosen)
+
+
+@BOTH
+def test_packed_matrices_are_stepped_as_their_parts(cls):
+    """Bit for bit up to the rounding of products: rows, columns, experts, and convolutions."""
+    for shape, split in (
+        ((96, 64), 3),
+        ((128, 64), (64, 32, 32)),
+        ((32, 96), (32, 32, 32)),  # the columns of a transposed weight
+        ((3, 32, 64), 2),
+    ):
+        packed = nn.Parameter(torch.randn(shape))
+        rows, blocks = parts_of(shape, split), []
+        for matrix in packed.detach().unbind(0) if packed.dim() == 3 else [packed.detach()]:
+            blocks += [part.of(matrix) for part in rows]
+        parts = [nn.Parameter(block.clone()) for block in blocks]
+        packed.grad = torch.randn(shape)
+        grads = packed.grad.unbind(0) if packed.dim() == 3 else [packed.grad]
+        for part, grad in zip(parts, [p.of(g) for g in grads for p in rows]):
+            part.grad = grad.contiguous()
+        options = {"lr": 0.1} | ({"min_8bit_size": 0} if cls is Muon8bit else {})
+        together = cls([{"params": [packed], "split": split, "use_muon": True}], **options)
+        apart = cls(parts, **options)
+        for _ in range(2):
+            together.step()
+            apart.step()
+        for part, block in zip(parts, blocks):
+            torch.testing.assert_close(block, part.detach(), rtol=2e-3, atol=2e-3)
+
+
+def test_groups_and_bare_parameters():
+    model = Gpt()
+    hidden, rest = [model.blocks[0]["down"].weight], [model.conv.bias]
+    optimizer = Muon(
+        [{"params": hidden, "use_muon": True, "lr": 0.5}, {"params": rest, "use_muon": False}]
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-3]
+    optimizer.add_param_group({"params": [model.blocks[1]["down"].weight]})
+    assert optimizer.param_groups[-1]["use_muon"] and optimizer.choice is None
+
+
+BAD = {
+    "a whole model without names": (
+        lambda: Muon(Gpt().parameters()),
+        "parameters without names do not say which are hidden matrices",
+    ),
+    "a vector": (
+        lambda: Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}]),
+        r"Muon steps matrices, and a parameter has shape \[3\].* FSDP1 flattened",
+    ),
+    "a flat parameter": (
+        lambda: Muon([("_flat_param", nn.Parameter(torch.ones(3)))]),
+        "FSDP1 keeps parameters in flat shards: '_flat_param' is of one",
+    ),
+    "coefficients": (lambda: Muon(matrices(), ns_coefficients="newton"), "ns_coefficients is"),
+    "two numbers": (lambda: Muon(matrices(), ns_coefficients=(1, 2)), "three numbers"),
+    "steps": (lambda: Muon(matrices(), ns_steps=100), "must be less than 100"),
+    "adjust": (lambda: Muon(matrices(), adjust_lr_fn="other"), "adjust_lr_fn is 'other'"),
+    "gram in bfloat16": (
+        lambda: Muon(matrices(), variant="gram", ns_dtype="bfloat16"),
+        "bfloat16 has too few bits",
+    ),
+    "split": (
+        lambda: Muon([{"params": matrices(), "use_muon": True, "split": (5, 7)}]),
+        r"split=\(5, 7\) adds up to 12",
+    ),
+    "normuon": (lambda: Muon(matrices(), normuon=1.0), r"normuon must be in \[0, 1\)"),
+    "skipped elements": (
+        lambda: Muon8bit(matrices(), nonfinite="skip_element"),
+        "nonfinite must be one of",
+    ),
+    "adamw": (lambda: Muon(matrices(), adamw={"momentum": 0.1}), "no option of AdamW's groups"),
+}
+
+
+@pytest.mark.parametrize("make, words", BAD.values(), ids=BAD)
+def test_what_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_matrix_that_was_flattened_later_is_refused():
+    (owner,) = matrices(shapes=[(8, 8)])
+    optimizer = Muon([owner])
+    owner.data = torch.zeros(64)
+    owner.grad = torch.zeros(64)
+    with pytest.raises(RuntimeError, match="FSDP1 keeps parameters in flat shards"):
+        optimizer.step()
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_checkpoints_of_torch(cls):
+    """Load; and torch goes on from ours."""
+    ours, theirs = matrices(), matrices()
+    reference, optimizer = torch.optim.Muon(theirs, lr=0.02), cls(ours, lr=0.1)
+    run(reference, theirs, range(2))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert optimizer.param_groups[0]["lr"] == 0.02 and optimizer.param_groups[0]["use_muon"]
+    for param, other in zip(ours, theirs):
+        param.data.copy_(other)
+    run(reference, theirs, range(2, 4))
+    run(optimizer, ours, range(2, 4))
+    for param, other in zip(ours, theirs):
+        torch.testing.assert_close(param, other, rtol=0, atol=2e-3)
+    if cls is Muon:
+        again = torch.optim.Muon(ours)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(again, ours, range(4, 5))
+        run(reference, theirs, range(4, 5))
+        for param, other in zip(ours, theirs):
+            torch.testing.assert_close(param, other, rtol=0, atol=3e-3)
+
+
+@BOTH
+def test_a_resumed_run_goes_on(cls, tmp_path):
+    model, other = Gpt().to(torch.bfloat16), Gpt().to(torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    options = {"master": "remainder16"} | ({"min_8bit_size": 0} if cls is Muon8bit else {})
+    going, stopped = cls(model, **options), cls(other, **options)
+    run(going, list(model.parameters()), range(3))
+    run(stopped, list(other.parameters()), range(2))
+    headroom.save_state(tmp_path / "run", model=other, optimizer=stopped)
+    fresh = Gpt().to(torch.bfloat16)
+    resumed = cls(fresh, **options)
+    headroom.load_state(tmp_path / "run", model=fresh, optimizer=resumed)
+    run(resumed, list(fresh.parameters()), range(2, 3))
+    for param, other in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(param, other)
+
+
+def test_all_in_a_bfloat16_matrix_takes_seven_bytes():
+    (owner,) = matrices(torch.bfloat16, [(512, 512)])
+    optimizer = Muon8bit([owner], master="remainder16")
+    run(optimizer, [owner], range(1))
+    state = sum(tensor.nbytes for tensor in optimizer.state[owner].values())
+    whole = (owner.nbytes + owner.grad.nbytes + state) / owner.numel()
+    assert whole == pytest.approx(7.02, abs=0.005)
+
+
+def test_no_step_where_a_gradient_is_infinite():
+    """With a limit of the norm nothing changes, neither weights nor moments nor row means."""
+    owners = matrices()
+    optimizer = Muon(owners, max_grad_norm=1.0, normuon=0.9)
+    run(optimizer, owners, range(1))
+    before = [p.detach().clone() for p in owners]
+    states = copy.deepcopy([optimizer.state[p] for p in owners])
+    set_grads(1, owners)
+    owners[2].grad[3, 4] = float("inf")
+    optimizer.step()
+    assert all(map(torch.equal, before, owners))
+    for param, state in zip(owners, states):
+        for name, value in state.items():
+            assert torch.equal(optimizer.state[param][name], value)
+    assert optimizer._skips.total() == 1
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu())
+
+
+def planned(rows, **options):
+    batch = torch.randn(rows, 128), torch.randn(rows, 128)
+    make = functools.partial(Muon, **options)
+    return headroom.plan(Mlp(), make, batch, loss=nn.functional.mse_loss, device="cpu")
+
+
+def test_a_plan_has_the_workspace():
+    """Of two matrices that are iterated together, or one after the other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more, less = (planned(4, workspace=size).peak_bytes for size in ("1 MiB", 0))
+    one = newton_schulz_workspace(1, 128, 256, torch.bfloat16) + 2 * 128 * 256
+    assert more - less == pytest.approx(one, rel=0.01)
+
+
+def test_a_plan_warns_where_newton_schulz_takes_longer():
+    """m = 128 and n = 256: 5 (4 m m n + 2 m m m) for 6 T m n."""
+    share = 5 * (4 * 128 * 128 * 256 + 2 * 128**3) / (6 * 4 * 128 * 256)
+    with pytest.warns(UserWarning, match=f"takes {share:.1f} times .* a step has 4 tokens"):
+        planned(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(1024)
