@@ -9,6 +9,8 @@ using namespace headroom;
 void accumulate_(const Tensors &sums, const Tensors &compensations, const Tensors &grads,
                  double factor, const OptionalTensor &factor_tensor, bool zero_grads)
 {
+    check_count(compensations, "compensations", compensations.empty() ? 0 : sums.size());
+    check_count(grads, "grads", sums.size());
     if (sums.empty())
         return;
     ListCall call({{"sums", sums, true},

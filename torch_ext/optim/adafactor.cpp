@@ -129,8 +129,6 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
                 const Integers &weight_seeds, const Integers &places, const OptionalTensor &stalled)
 {
     const size_t count = params.size();
-    if (count == 0)
-        return;
     const std::pair<const Tensors &, const char *> optional[] = {
         {row_vars, "row_vars"}, {col_vars, "col_vars"},     {variances, "variances"},
         {exp_avgs, "exp_avgs"}, {rms_values, "rms_values"}, {residuals, "residuals"}};
@@ -138,6 +136,8 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
     for (const auto &[list, name] : optional)
         check_count(list, name, list.empty() ? 0 : count);
     check_count(state_steps, "state_steps", count);
+    if (count == 0)
+        return;
     List all_params, all_grads, states[6], steps;
     Shapes shapes;
     Staging staging;

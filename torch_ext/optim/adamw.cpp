@@ -40,14 +40,14 @@ void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs
             const OptionalTensor &stalled)
 {
     const size_t count = params.size();
-    if (count == 0)
-        return;
     check_count(grads, "grads", count);
     check_count(exp_avgs, "exp_avgs", count);
     check_count(exp_avg_sqs, "exp_avg_sqs", count);
     check_count(max_exp_avg_sqs, "max_exp_avg_sqs", amsgrad ? count : 0);
     check_count(state_steps, "state_steps", count);
     check_count(residuals, "residuals", residuals.empty() ? 0 : count);
+    if (count == 0)
+        return;
     Lists lists;
     Staging staging;
     const NoGrad no_grad;

@@ -64,8 +64,6 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
                 const OptionalTensor &stalled)
 {
     const size_t count = params.size();
-    if (count == 0)
-        return;
     check_count(grads, "grads", count);
     check_count(exp_avgs, "exp_avgs", count);
     check_count(exp_avg_absmaxs, "exp_avg_absmaxs", count);
@@ -73,6 +71,8 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
     check_count(exp_avg_sq_absmaxs, "exp_avg_sq_absmaxs", count);
     check_count(state_steps, "state_steps", count);
     check_count(residuals, "residuals", residuals.empty() ? 0 : count);
+    if (count == 0)
+        return;
     Lists lists;
     Staging staging;
     const NoGrad no_grad;

@@ -61,13 +61,13 @@ void momentum_(const Tensors &params, const Tensors &grads, const Tensors &momen
                const Integers &places, const OptionalTensor &stalled)
 {
     const size_t count = params.size();
-    if (count == 0)
-        return;
     check_count(grads, "grads", count);
     check_count(moments, "moments", moments.empty() ? 0 : count);
     check_count(absmaxs, "absmaxs", absmaxs.empty() ? 0 : count);
     check_count(state_steps, "state_steps", state_steps.empty() ? 0 : count);
     check_count(residuals, "residuals", residuals.empty() ? 0 : count);
+    if (count == 0)
+        return;
     Lists lists;
     Staging staging;
     const NoGrad no_grad;

@@ -10,10 +10,10 @@ void convert(const Tensors &params, const Tensors &values, const Tensors &residu
              int64_t weights_mode, bool split)
 {
     const size_t count = params.size();
-    if (count == 0)
-        return;
     check_count(values, "values", count);
     check_count(residuals, "residuals", residuals.empty() ? 0 : count);
+    if (count == 0)
+        return;
     List param_list, value_list, residual_list;
     Staging staging;
     const NoGrad no_grad;

@@ -49,6 +49,21 @@ def test_every_function_is_called():
     assert called == declared - {"hr_set_parallel_for", "hr_set_cpu_level", "hr_set_gemm"}
 
 
+def test_lists_beside_an_empty_one_are_refused():
+    """Such as moments without parameters: nothing would be updated, and nothing said."""
+    rng, tried = random.Random(0), set()
+    for make in {*torch_ops.CALLS}:
+        for _ in range(20):
+            call = make(rng)
+            lists = [value for value in call.lists.values() if isinstance(value, list)]
+            if lists and lists[0] and any(lists[1:]):
+                lists[0].clear()
+                tried.add(call.op._schema.name)
+                with pytest.raises(RuntimeError, match="has [0-9]+ tensors, wanted"):
+                    call.run()
+    assert tried >= {"headroom::adamw8bit_", "headroom::join_weights_", "headroom::accumulate_"}
+
+
 def test_every_op_that_writes_is_called():
     rng = random.Random(0)
     called = {make(rng).op._schema.name for make in torch_ops.CALLS for _ in range(20)}
