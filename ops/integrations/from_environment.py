@@ -15,13 +15,13 @@ BUDGET, HOST_BUDGET, ALLOW = "HEADROOM_BUDGET", "HEADROOM_HOST_BUDGET", "HEADROO
 def lightning_callbacks() -> list[Any]:
     """Returns the callbacks that a Trainer of Lightning gets when it is made.
 
-    ``HEADROOM_BUDGET`` asks for a FitCallback; ``HEADROOM_HOST_BUDGET`` and ``HEADROOM_ALLOW``,
+    ``HEADROOM_BUDGET`` asks for an EnvironmentFit; ``HEADROOM_HOST_BUDGET`` and ``HEADROOM_ALLOW``,
     names with commas, are its other arguments. Imports nothing and returns none without the first.
     """
     budget = os.environ.get(BUDGET)
     if not budget:
         return []
-    from .lightning import FitCallback
+    from .lightning import EnvironmentFit
 
     allow = [name for name in os.environ.get(ALLOW, "").split(",") if name]
-    return [FitCallback(budget, allow, host_budget=os.environ.get(HOST_BUDGET) or None)]
+    return [EnvironmentFit(budget, allow, host_budget=os.environ.get(HOST_BUDGET) or None)]

@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise ImportError("headroom.integrations.lightning needs the package lightning") from error
 
-__all__ = ["FitCallback", "fit_optimizer"]
+__all__ = ["EnvironmentFit", "FitCallback", "fit_optimizer"]
 
 WHO = "FitCallback"
 
@@ -208,6 +208,11 @@ class FitCallback(FitsLoop, Callback):
         found = kept_or_found(self.again(self.choice, *self._kept_budgets), fitted)
         found.notes += values.note()
         return found
+
+
+class EnvironmentFit(FitCallback):
+    """Fits as a FitCallback that the program has, or as one with these budgets: the environment
+    asked for it. It is another class because a Trainer refuses two of one that keep something."""
 
 
 def fit_optimizer(module: LightningModule, optimizer: Any) -> Any:

@@ -4,7 +4,11 @@ swift sft --external_plugins ms_swift.py --optimizer headroom ...
 """
 
 from headroom.optim import AdamW8bit
-from swift.optimizers import OptimizerCallback, optimizers_map
+
+try:
+    from swift.optimizers import OptimizerCallback, optimizers_map
+except ImportError as error:
+    raise ImportError("headroom.integrations.ms_swift needs the package ms-swift") from error
 
 
 class HeadroomOptimizer(OptimizerCallback):
