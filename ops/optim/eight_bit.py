@@ -110,8 +110,9 @@ class EightBit(Optimizer):
         codes = (Slot(name, dtype=torch.uint8) for name in names)
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         absmaxs = (
-            Slot(name, lambda param: zeros(param).shape, torch.float32, first=zeros)
-            for name in map(absmax_of, names)
+            Slot(scale, lambda param: zeros(param).shape, torch.float32, first=zeros)
+            for name, scale in zip(self.code_names, self.scale_names)
+            if name in names
         )
         return in_float32, Layout((*codes, *absmaxs, STEP))
 

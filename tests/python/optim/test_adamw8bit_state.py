@@ -245,7 +245,7 @@ BAD_STATES = {
     ),
     "one moment of each kind, the other way": (
         replaced("exp_avg", torch.Tensor.float),
-        "'exp_avg_sq' of parameter 'large' has dtype torch.uint8, wanted .*float32",
+        "'exp_avg' of parameter 'large' has dtype torch.float32, wanted .*uint8",
     ),
 }
 
