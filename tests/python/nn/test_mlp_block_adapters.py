@@ -144,7 +144,8 @@ def assert_near(block, ours, dtype, masks=None):
     theirs = block.run(lambda t: block.exact(t, masks))
     for name, value in exact.items():
         error, other = ((t[name].double() - value).abs().max().item() for t in (ours, theirs))
-        unit = torch.finfo(dtype).eps * value.abs().max().item()
+        # What goes into a sum was rounded twice, and torch's error may be small by luck.
+        unit = 2 * torch.finfo(dtype).eps * value.abs().max().item()
         assert error <= 3 * other + unit, f"{name}: {error} against {other}"
 
 
