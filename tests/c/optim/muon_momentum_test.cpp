@@ -261,7 +261,7 @@ TEST_P(MuonMomentumBadInputs, AreRefused)
     expect_no_such_device(run);
 }
 
-TEST(MuonWorkspace, IsRefused)
+TEST(MuonWorkspace, BadInputsAreRefused)
 {
     const hr_muon_matrix huge = {1, INT64_C(1) << 59, 0, 0}, all[] = {huge, huge};
     size_t bytes[2] = {7, 7};

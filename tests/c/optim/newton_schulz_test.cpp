@@ -195,10 +195,10 @@ TEST_P(NewtonSchulz, BadInputsAreRefused)
              {"config->eps is 0", [](R &r) { r.config.eps = 0; }},
              {"config->eps is nan", [](R &r) { r.config.eps = NAN; }},
              {"config->coefficients\\[4\\] is inf", [](R &r) { r.coefficients[4] = INFINITY; }},
-             {"allow_tf32 is 2", [](R &r) { r.config.allow_tf32 = 2; }},
-             {"allow_reduced_precision_reduction is 2",
+             {"hr_newton_schulz: allow_tf32 is 2", [](R &r) { r.config.allow_tf32 = 2; }},
+             {"hr_newton_schulz: allow_reduced_precision_reduction is 2",
               [](R &r) { r.config.allow_reduced_precision_reduction = 2; }},
-             {"deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
+             {"hr_newton_schulz: deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
              {"x is NULL", [](R &r) { r.x_argument = nullptr; }},
              {"x is at .* not a multiple of 4",
               [](R &r) { r.x_argument = moved(static_cast<char *>(r.x_argument), 2); }},
@@ -214,7 +214,7 @@ TEST_P(NewtonSchulz, BadInputsAreRefused)
     expect_no_such_device(run);
 }
 
-TEST(NewtonSchulzWorkspace, IsRefused)
+TEST(NewtonSchulzWorkspace, BadInputsAreRefused)
 {
     hr_newton_schulz_config config = HR_NEWTON_SCHULZ_CONFIG_INIT;
     const hr_exec cpu = {HR_CPU, nullptr}, none = {-2, nullptr};
