@@ -22,6 +22,7 @@ from .steps import (
     Updates,
     Workspace,
     aligned,
+    as_gathered,
     as_shaped,
     gather_momentum,
     largest_count,
@@ -272,7 +273,7 @@ class _Gathered:
             parts: list[Part] = [part for _ in as_matrices(whole, whole) for part in alike]
             for k, (block, part) in enumerate(zip(blocks, parts)):
                 as_shaped(x[k], part).copy_(block)
-            norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32)
+            norms = torch.linalg.vector_norm(as_gathered(x), dim=(1, 2), dtype=torch.float32)
             squares.copy_(norms.square())
             batch.orthogonalize(memory)
             for k, (block, part) in enumerate(zip(blocks, parts)):

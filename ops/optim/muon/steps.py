@@ -113,6 +113,8 @@ class Batch:
         """Makes the matrices from ``first`` to ``last`` orthogonal, by their squares."""
         x, squares = self.x(memory)[first:last], self.squares(memory)[first:last]
         if x.numel():
+            if x.dtype == torch.float16:
+                _to_float16(x, squares, self.rule.eps)
             space = memory.memory[self._space : self.end]
             rule = self.rule
             newton_schulz_(
@@ -123,6 +125,21 @@ class Batch:
                 variant=rule.variant,
                 workspace=space,
             )
+
+
+def as_gathered(x: Tensor) -> Tensor:
+    """Returns matrices in the dtype that they have before they are made orthogonal: those in float16,
+    whose range is too small for gradients, as bfloat16 in the same memory."""
+    return x.view(torch.bfloat16) if x.dtype == torch.float16 else x
+
+
+def _to_float16(x: Tensor, squares: Tensor, eps: float) -> None:
+    """Turns gathered matrices into float16 in their place. They and the sums of their squares are
+    divided, by a power of two near the norm or ``eps``."""
+    norms = squares.sqrt().clamp_(eps, torch.finfo(torch.float32).max)
+    factors = torch.ldexp(torch.ones_like(norms), -torch.frexp(norms).exponent)
+    squares.copy_(norms.mul_(factors).square_())
+    x.copy_(as_gathered(x).mul_(factors.to(torch.bfloat16)[:, None, None]))
 
 
 def as_shaped(x: Tensor, part: Part) -> Tensor:
@@ -220,12 +237,13 @@ def gather_momentum(
     squares: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Updates the moments, and writes what is to be made orthogonal with its sums of squares."""
+    """Updates the moments, and writes what is to be made orthogonal with its sums of squares: to the
+    memory of ``updates``, :func:`as_gathered`."""
     torch.ops.headroom.muon_momentum_(
         [one.grad for one in matrices],
         [one.moment for one in matrices],
         [one.absmax for one in matrices if one.absmax is not None],
-        updates,
+        [as_gathered(one) for one in updates],
         squares,
         momentum=rule.momentum,
         nesterov=rule.nesterov,

@@ -103,6 +103,24 @@ def test_one_step_goes_along_the_exact_polar_factor(cls, variant):
         torch.testing.assert_close(step.double(), exact_factor(param.grad), rtol=0, atol=2e-4)
 
 
+@BOTH
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6])
+def test_products_in_float16_take_gradients_of_any_size(cls, size):
+    """A step is that of gradients near 1, also where these are 0 or infinite in float16."""
+    steps = []
+    for factor in (1.0, size):
+        owners = matrices()
+        optimizer = cls(owners, lr=1.0, weight_decay=0.0, variant="gram", eps=1e-30)
+        set_grads(0, owners)
+        for param in owners:
+            param.grad *= factor
+        before = [param.detach().clone() for param in owners]
+        optimizer.step()
+        steps.append([first - param.detach() for param, first in zip(owners, before)])
+    for moved, other in zip(*steps):
+        assert (other - moved).norm() < 0.03 * moved.norm()
+
+
 @pytest.mark.parametrize("name", ["jordan", "you_jiacheng", "polar_express"])
 def test_coefficients_by_name(name):
     """All bring the singular values near 1, and each gives its own polynomials."""
