@@ -93,6 +93,12 @@ def parts_of(shape: Sequence[int], split: Split) -> list[Part]:
     return parts
 
 
+def column_parts(shape: Sequence[int], split: Split) -> int:
+    """Returns how many parts have each row of a matrix: more than one if its columns are split."""
+    parts = parts_of(shape, split)
+    return len(parts) if parts[0].cols < matrix_shape(shape)[2] else 1
+
+
 def keeps_blocks(param: Tensor, split: Split, block_size: int) -> bool:
     """Returns whether every matrix of a parameter, or its rows on a rank, has 8-bit blocks of its
     own: the same on all ranks."""

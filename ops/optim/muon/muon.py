@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -25,7 +26,7 @@ from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
 from .choice import FLAT, MuonChoice, check_matrices, groups_of
-from .matrices import Split
+from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
 from .steps import ABSMAX, MOMENT, ROW_VAR, Rule, Workspace, batched, matrices_of
@@ -113,7 +114,9 @@ class MatrixOptimizer(Optimizer):
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         slots = [Slot(MOMENT, dtype=dtype, loads=FLOATS)]
         if group["normuon"] is not None:
-            slots.append(Slot(ROW_VAR, _row_shape, torch.float32, first=_zero_row_vars))
+            shape = partial(_row_shape, split=group["split"])
+            first = partial(_zero_row_vars, split=group["split"])
+            slots.append(Slot(ROW_VAR, shape, torch.float32, first=first))
         if mode_of(group).is_random:  # random numbers depend on the step, and nothing else does
             slots.append(STEP)
         return Layout(tuple(slots), is_whole=True)
@@ -297,17 +300,22 @@ def _chosen(bucket: Bucket, chosen: list[int]) -> Bucket:
     return Bucket(bucket.layout, *([column[i] for i in chosen] for column in lists))
 
 
-def _row_shape(param: Tensor) -> Sequence[int]:
-    return param.shape[: 2 if param.dim() == 3 else 1]
+def _row_shape(param: Tensor, split: Split, here: Tensor | None = None) -> Sequence[int]:
+    """Returns the shape of the mean squares of rows: those of a parameter, or of a shard of it, or
+    where its columns are split those of each part."""
+    shape = (param if here is None else here).shape[: 2 if param.dim() == 3 else 1]
+    parts = column_parts(param.shape, split)
+    return shape if parts == 1 else (*shape[:-1], parts, shape[-1])
 
 
-def _zero_row_vars(param: Tensor) -> Tensor:
+def _zero_row_vars(param: Tensor, split: Split) -> Tensor:
     """Returns zeros for the mean squares of the rows of a parameter's matrices."""
     local = param.to_local() if isinstance(param, DTensor) else param
-    zeros = torch.zeros(_row_shape(local), dtype=torch.float32, device=local.device)
+    shape = _row_shape(param, split, local)
+    zeros = torch.zeros(shape, dtype=torch.float32, device=local.device)
     if not isinstance(param, DTensor):
         return zeros
-    shape = torch.Size(_row_shape(param))
+    shape = torch.Size(_row_shape(param, split))
     stride = torch.empty(shape, device="meta").stride()
     placements = [
         one if sharded_dim(one) in range(len(shape)) else Replicate() for one in param.placements

@@ -15,7 +15,7 @@ from ..._core.grouping import grouped
 from ...functional.newton_schulz import newton_schulz_, newton_schulz_workspace
 from ...param_states.block_scales import absmax_of
 from ...param_states.plan import Bucket, Call
-from .matrices import Part, Split, as_matrices, blocks_of, matrix_shape, parts_of
+from .matrices import Part, Split, as_matrices, blocks_of, column_parts, matrix_shape, parts_of
 from .rule import Triple, lr_scale
 
 MOMENT = "momentum_buffer"
@@ -172,7 +172,7 @@ def matrices_of(
     found = []
     residuals = columns.get(bucket.layout.weights.residual or "")
     for i, (param, shape) in enumerate(zip(bucket.params, shapes)):
-        _, rows, cols = matrix_shape(param.shape)
+        number, rows, cols = matrix_shape(param.shape)
         parts = parts_of(shape, rule.split)
         place, row = place_of(bucket.owners[i]), 0
         if len(parts) > 1 and tuple(param.shape) != tuple(shape):
@@ -187,10 +187,11 @@ def matrices_of(
         )
         rests = None if residuals is None else as_matrices(residuals[i], param)
         absmax = columns[ABSMAX][i] if ABSMAX in columns else None
-        row_vars = columns[ROW_VAR][i] if ROW_VAR in columns else None
-        row_vars = [row_vars] if row_vars is not None and row_vars.dim() == 1 else row_vars
+        row_vars, times = None, column_parts(shape, rule.split)
+        if ROW_VAR in columns:
+            row_vars = columns[ROW_VAR][i].view(number, times, rows)
         for k, matrix in enumerate(as_matrices(param, param)):
-            for part in parts:
+            for p, part in enumerate(parts):
                 here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
                 if len(parts) > 1 and not here.rows:
                     continue
@@ -206,7 +207,9 @@ def matrices_of(
                         grad=here.of(grads[k]),
                         moment=here.of(moments[k]),
                         absmax=own,
-                        row_var=None if row_vars is None else row_vars[k].narrow(0, *here[:2]),
+                        row_var=None
+                        if row_vars is None
+                        else row_vars[k, p % times].narrow(0, *here[:2]),
                         residual=None if rests is None else here.of(rests[k]),
                         step=columns["step"][i] if "step" in columns else None,
                         scale=lr_scale(rule.adjust_lr_fn, part.rows, part.cols),

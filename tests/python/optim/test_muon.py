@@ -3,6 +3,7 @@ they step and how packed ones are split, states, and refusals."""
 
 import copy
 import functools
+import itertools
 import warnings
 
 import headroom
@@ -256,12 +257,14 @@ def test_other_parameters_are_stepped_as_adamw_does():
 @BOTH
 def test_packed_matrices_are_stepped_as_their_parts(cls):
     """Bit for bit up to the rounding of products: rows, columns, experts, and convolutions."""
-    for shape, split in (
+    shapes = [
         ((96, 64), 3),
         ((128, 64), (64, 32, 32)),
         ((32, 96), (32, 32, 32)),  # the columns of a transposed weight
         ((3, 32, 64), 2),
-    ):
+        ((2, 32, 64), (16, 48)),
+    ]
+    for (shape, split), normuon in itertools.product(shapes, (None, 0.5)):
         packed = nn.Parameter(torch.randn(shape))
         rows, blocks = parts_of(shape, split), []
         for matrix in packed.detach().unbind(0) if packed.dim() == 3 else [packed.detach()]:
@@ -271,7 +274,8 @@ def test_packed_matrices_are_stepped_as_their_parts(cls):
         grads = packed.grad.unbind(0) if packed.dim() == 3 else [packed.grad]
         for part, grad in zip(parts, [p.of(g) for g in grads for p in rows]):
             part.grad = grad.contiguous()
-        options = {"lr": 0.1} | ({"min_8bit_size": 0} if cls is Muon8bit else {})
+        options = {"lr": 0.1, "normuon": normuon}
+        options |= {"min_8bit_size": 0} if cls is Muon8bit else {}
         together = cls([{"params": [packed], "split": split, "use_muon": True}], **options)
         apart = cls(parts, **options)
         for _ in range(2):
