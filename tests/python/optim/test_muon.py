@@ -12,6 +12,7 @@ import torch
 from headroom.functional.newton_schulz import newton_schulz_workspace
 from headroom.optim import AdamW, Muon, Muon8bit
 from headroom.optim.muon import muon as muon_module
+from headroom.optim.muon.cost import newton_schulz_share
 from headroom.optim.muon.matrices import parts_of
 from headroom.optim.muon.rule import iterations
 from torch import nn
@@ -457,3 +458,10 @@ def test_a_plan_warns_where_newton_schulz_takes_longer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         planned(1024)
+
+
+def test_frozen_matrices_cost_nothing():
+    model = Mlp()
+    model.inner.weight.requires_grad_(False)
+    optimizer, alone = Muon(model), Muon([model.outer.weight])
+    assert newton_schulz_share(optimizer, 64) == newton_schulz_share(alone, 64) > 0
