@@ -128,8 +128,8 @@ class Batch:
 
 
 def as_gathered(x: Tensor) -> Tensor:
-    """Returns matrices in the dtype that they have before they are made orthogonal: those in float16,
-    whose range is too small for gradients, as bfloat16 in the same memory."""
+    """Returns matrices in the dtype that they have before they are made orthogonal: those in
+    float16, whose range is too small for gradients, as bfloat16 in the same memory."""
     return x.view(torch.bfloat16) if x.dtype == torch.float16 else x
 
 
@@ -240,8 +240,8 @@ def gather_momentum(
     squares: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Updates the moments, and writes what is to be made orthogonal with its sums of squares: to the
-    memory of ``updates``, :func:`as_gathered`."""
+    """Updates the moments, and writes what is to be made orthogonal with its sums of squares: to
+    the memory of ``updates``, :func:`as_gathered`."""
     torch.ops.headroom.muon_momentum_(
         [one.grad for one in matrices],
         [one.moment for one in matrices],
