@@ -93,9 +93,10 @@ class Chooser:
         self._vocabularies: set[int] = set()
         self._heads: set[int] = set()
         if model is not None:
-            self._look_at(model)
+            self.look_at(model)
 
-    def _look_at(self, model: nn.Module) -> None:
+    def look_at(self, model: nn.Module) -> None:
+        """Learns from the modules of a model what its parameters are."""
         for name, module in model.named_modules():
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise ValueError(FLAT.format(f"'{name or 'the model'}' is wrapped in it"))
@@ -216,7 +217,8 @@ def groups_of(
 
     Args:
         params: a model; pairs of names and parameters; parameters of two or three dimensions; or
-            groups, which without ``use_muon`` hold any of these.
+            groups, which without ``use_muon`` hold any of these but a model; their ``"model"``
+            is that of named parameters.
     """
     if isinstance(params, nn.Module):
         chooser = Chooser(params, split, convolutions)
@@ -231,10 +233,12 @@ def groups_of(
     for group in given:
         members = group.get("params")
         members = [members] if isinstance(members, Tensor) else list(members or ())
+        options = {name: value for name, value in group.items() if name not in ("params", "model")}
         if "use_muon" in group:
-            groups.append({**group, "params": members})
+            groups.append({**options, "params": members})
         else:
-            options = {name: value for name, value in group.items() if name != "params"}
+            if "model" in group:
+                chooser.look_at(group["model"])
             groups += chooser.groups(members, options)
     return groups, chooser.choice if chooser.choice.names else None
 
