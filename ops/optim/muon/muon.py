@@ -165,14 +165,16 @@ class MatrixOptimizer(Optimizer):
             if "weight_seeds" in given:
                 given["weight_seeds"] = [given["weight_seeds"][i] for i in chosen]
             if sharding is None:
-                matrices = matrices_of(part, own, rule, [param.shape for param in part.params])
+                shapes = [param.shape for param in part.params]
+                matrices, put_back = matrices_of(part, own, rule, shapes)
                 ranks = self._process_group if is_plain else None
                 run = batched(rule, matrices, given, self._workspace, memory, ranks)
+                calls += [run, put_back]
             else:
                 if self.paging is not None:
                     check_even(part.owners, sharding)
                 run = prepared_sharded(rule, part, own, sharding, given, self._workspace, memory)
-            calls.append(run)
+                calls.append(run)
 
         def call() -> None:
             for run in calls:
@@ -195,7 +197,7 @@ class Muon(MatrixOptimizer, AdamW):
             modules or names, and :attr:`choice`, which is also printed, says which. Embeddings,
             heads, norms, biases and convolutions are AdamW's. Or parameters of two or three
             dimensions, which are all Muon's; or groups, with ``use_muon`` True or False, or without
-            it and with names.
+            it and with names, beside which ``"model"`` may be the model that has them.
         lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as in
             :class:`torch.optim.Muon`. With ``"match_rms_adamw"`` the learning rate is one of AdamW,
             so that one serves both.

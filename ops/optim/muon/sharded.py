@@ -88,7 +88,9 @@ def prepared_sharded(
             "normuon normalizes the rows of whole matrices, and these are sharded over ranks: "
             "leave it out, or use DDP with process_group"
         )
-    matrices = matrices_of(bucket, columns, rule, [owner.shape for owner in bucket.owners])
+    matrices, put_back = matrices_of(
+        bucket, columns, rule, [owner.shape for owner in bucket.owners]
+    )
     updates = Updates(rule, matrices, options)
     by_owner = grouped(matrices, lambda one: one.owner)
     positions = range(len(bucket.owners))
@@ -116,6 +118,7 @@ def prepared_sharded(
     def call() -> None:
         for run in runs:
             run.run(options, updates)
+        put_back()
 
     return call
 

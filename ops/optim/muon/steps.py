@@ -15,7 +15,16 @@ from ..._core.grouping import grouped
 from ...functional.newton_schulz import newton_schulz_, newton_schulz_workspace
 from ...param_states.block_scales import absmax_of
 from ...param_states.plan import Bucket, Call
-from .matrices import Part, Split, as_matrices, blocks_of, column_parts, matrix_shape, parts_of
+from .matrices import (
+    Part,
+    Split,
+    as_matrices,
+    blocks_of,
+    column_parts,
+    in_order,
+    matrix_shape,
+    parts_of,
+)
 from .rule import Triple, lr_scale
 
 MOMENT = "momentum_buffer"
@@ -159,8 +168,10 @@ def largest_count(count: int, limit: int, bytes_of: Callable[[int], int]) -> int
 
 def matrices_of(
     bucket: Bucket, columns: dict[str, list[Tensor]], rule: Rule, shapes: Iterable[Sequence[int]]
-) -> list[Matrix]:
-    """Returns the matrices of the parameters of a bucket, or the rows of them that this rank has.
+) -> tuple[list[Matrix], Call]:
+    """Returns the matrices of the parameters of a bucket, or the rows of them that this rank has,
+    and what to call after their step: it puts back convolutions whose memory order is not that of
+    their columns, that of codes if there are any, which were copied.
 
     Args:
         columns: the states by name.
@@ -169,7 +180,7 @@ def matrices_of(
     Raises:
         NotImplementedError: a matrix is split that is sharded by other than rows.
     """
-    found = []
+    found, copies = [], []
     residuals = columns.get(bucket.layout.weights.residual or "")
     for i, (param, shape) in enumerate(zip(bucket.params, shapes)):
         number, rows, cols = matrix_shape(param.shape)
@@ -182,15 +193,19 @@ def matrices_of(
                     f"one of shape {list(shape)} is sharded otherwise"
                 )
             row = place[0] // cols
-        grads, moments = (
-            as_matrices(tensor, param) for tensor in (bucket.grads[i], columns[MOMENT][i])
-        )
-        rests = None if residuals is None else as_matrices(residuals[i], param)
+        like = columns[MOMENT][i] if ABSMAX in columns else param
+        kept = [param, columns[MOMENT][i], *([] if residuals is None else [residuals[i]])]
+        if param.dim() > 3:
+            views = [in_order(tensor, like) for tensor in kept]
+            kept = [view.contiguous().flatten(1) for view in views]
+            copies += [pair for pair in zip(views, kept) if not pair[0].is_contiguous()]
+        params, moments, *rests = (as_matrices(tensor, like) for tensor in kept)
+        grads = as_matrices(bucket.grads[i], like)
         absmax = columns[ABSMAX][i] if ABSMAX in columns else None
         row_vars, times = None, column_parts(shape, rule.split)
         if ROW_VAR in columns:
             row_vars = columns[ROW_VAR][i].view(number, times, rows)
-        for k, matrix in enumerate(as_matrices(param, param)):
+        for k, matrix in enumerate(params):
             for p, part in enumerate(parts):
                 here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
                 if len(parts) > 1 and not here.rows:
@@ -210,13 +225,18 @@ def matrices_of(
                         row_var=None
                         if row_vars is None
                         else row_vars[k, p % times].narrow(0, *here[:2]),
-                        residual=None if rests is None else here.of(rests[k]),
+                        residual=here.of(rests[0][k]) if rests else None,
                         step=columns["step"][i] if "step" in columns else None,
                         scale=lr_scale(rule.adjust_lr_fn, part.rows, part.cols),
                         place=_place(place, param.numel(), first, here, cols),
                     )
                 )
-    return found
+
+    def put_back() -> None:
+        for view, copy in copies:
+            view.copy_(copy.view(view.shape))
+
+    return found, put_back
 
 
 def _place(
