@@ -53,7 +53,7 @@ class MatrixOptimizer(Optimizer):
         split = given.pop("split")
         given["ns_coefficients"] = _plain(given["ns_coefficients"])
         defaults = of_groups(ADAMW | COMPATIBLE | {"decoupled_weight_decay": True} | given)
-        defaults |= {"use_muon": True, "split": None} | more_defaults
+        defaults |= {"use_muon": True, "split": None, "transposed": False} | more_defaults
         check_rule(defaults)
         self._workspace = parse_bytes(whole["workspace"], "workspace")
         self._process_group = whole["process_group"]
@@ -87,8 +87,9 @@ class MatrixOptimizer(Optimizer):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
-        if not isinstance(options["use_muon"], bool):
-            raise TypeError(f"use_muon must be True or False, got {options['use_muon']!r}")
+        for name in ("use_muon", "transposed"):
+            if not isinstance(options[name], bool):
+                raise TypeError(f"{name} must be True or False, got {options[name]!r}")
         if options["use_muon"]:
             check_rule(options)
             check_matrices(options.get("params", ()), options["split"])
@@ -211,7 +212,8 @@ class Muon(MatrixOptimizer, AdamW):
             rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known names are
             split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``qkv_proj``, ``Wqkv``,
             ``c_attn`` and ``in_proj_weight`` in queries, keys and values, and the gates of
-            recurrent layers. In a group, ``split`` is that of all its matrices.
+            recurrent layers. In a group, ``split`` is that of all its matrices, and ``transposed``
+            says that their rows are inputs, as known for ``Conv1D`` of transformers.
         convolutions: whether convolutions are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
             where one side is several times the other.

@@ -48,6 +48,7 @@ class Rule(NamedTuple):
     weight_decay: float
     normuon: float | None
     split: Split
+    transposed: bool
     block_size: int
 
 
@@ -208,6 +209,9 @@ def matrices_of(
         for k, matrix in enumerate(params):
             for p, part in enumerate(parts):
                 here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
+                outputs, inputs = part.rows, part.cols
+                if rule.transposed:
+                    outputs, inputs = inputs, outputs
                 if len(parts) > 1 and not here.rows:
                     continue
                 first, numel = (k * rows + here.row) * cols + here.col, here.rows * here.cols
@@ -227,7 +231,7 @@ def matrices_of(
                         else row_vars[k, p % times].narrow(0, *here[:2]),
                         residual=here.of(rests[0][k]) if rests else None,
                         step=columns["step"][i] if "step" in columns else None,
-                        scale=lr_scale(rule.adjust_lr_fn, part.rows, part.cols),
+                        scale=lr_scale(rule.adjust_lr_fn, outputs, inputs),
                         place=_place(place, param.numel(), first, here, cols),
                     )
                 )
