@@ -282,7 +282,7 @@ def test_packed_matrices_are_stepped_as_their_parts(cls):
         for _ in range(2):
             together.step()
             apart.step()
-        bound = 2e-3 if normuon is None or cls is Muon else 6e-3
+        bound = 2e-3 if cls is Muon else 6e-3  # codes beside float32, where columns are split
         for part, block in zip(parts, blocks):
             torch.testing.assert_close(block, part.detach(), rtol=2e-3, atol=bound)
         if normuon is not None:
