@@ -442,7 +442,8 @@ class _MLP(torch.autograd.Function):
             held.found["x"] = x
         ctx.numbers, ctx.layouts, ctx.shape = numbers, layouts, x.shape
         ctx.save_for_backward(*given, *map(held.found.get, _KEPT))
-        return y.found["y"].view(x.shape)
+        # No view: autograd lets nobody change one from here in place.
+        return torch.ops.aten._unsafe_view(y.found["y"], x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

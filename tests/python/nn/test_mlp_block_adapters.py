@@ -326,6 +326,13 @@ def test_an_offset_is_added_to_the_weight_of_either_norm(norm, dtype, device):
         torch.testing.assert_close(ours, wanted, rtol=unit, atol=unit * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("tile", (0, 5))
+def test_the_result_may_be_changed_in_place(tile, device):
+    block = Block("apart", torch.float32, device)
+    wanted = block.run(lambda t: block.fused(tile_tokens=tile)(t) * 2)
+    assert_same(block.run(lambda t: block.fused(tile_tokens=tile)(t).mul_(2)), wanted)
+
+
 def test_strides_autocast_compile_and_func(device):
     block = Block("biases", torch.float32, device, "nf4")
     wanted = block.run(block.fused())
