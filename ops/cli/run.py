@@ -193,13 +193,12 @@ def _module(name: str) -> Callable[[Sequence[str]], Any]:
 def _script(name: str) -> Callable[[Sequence[str]], Any]:
     """Returns what runs a script, or a folder or an archive with a ``__main__.py``, or a command of
     this environment or of the path."""
-    path = name
-    if not (os.sep in name or os.path.isfile(name)) or not os.path.exists(name):
-        path = _command(name)
-    path = os.path.abspath(path)
+    is_file = os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
+    path = os.path.abspath(name if is_file else _command(name))
 
     def start(arguments: Sequence[str]) -> None:
-        _begin(path, os.path.dirname(os.path.realpath(path)), arguments)
+        folder = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
+        _begin(path, folder, arguments)
         runpy.run_path(path, run_name="__main__")
 
     return start

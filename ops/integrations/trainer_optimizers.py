@@ -105,14 +105,17 @@ def _handler(optimizer: Callable[..., Any], context: Any) -> tuple[Any, dict[str
 
 
 def _named_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the Trainer's groups, with the names of their parameters."""
+    """Returns the Trainer's groups, with the names of their parameters and the model."""
     from transformers import Trainer
 
     decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [
-        {"params": [each for each in named if (each[0] in decayed) is is_decayed]}
-        | {"weight_decay": weight_decay if is_decayed else 0.0}
+        {
+            "params": [each for each in named if (each[0] in decayed) is is_decayed],
+            "model": model,
+            "weight_decay": weight_decay if is_decayed else 0.0,
+        }
         for is_decayed in (True, False)
     ]
 

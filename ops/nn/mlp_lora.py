@@ -94,7 +94,17 @@ def mlp_lora(
     Raises:
         RuntimeError: an argument does not fit, or a matrix requires grad.
     """
+    require(x.dim() > 0, "x has no dimensions, wanted [..., hidden]")
     require(n.tile_tokens >= 0, f"tile_tokens is {n.tile_tokens}, wanted 0 or more")
+    is_rms = n.norm == NORMS["rms"]
+    require(norm_bias is None or not is_rms, "norm_bias is given, but only norm='layer' has one")
+    require(
+        is_rms or n.casting == CASTINGS["once"],
+        "casting is 'llama' or 'narrow', wanted 'once' with norm='layer'",
+    )
+    if n.offset and norm_weight is not None and not is_rms:  # to which the op of that adds nothing
+        norm_weight = norm_weight.float() + n.offset
+        norm_bias = None if norm_bias is None else norm_bias.float()
     dtype = autocast_dtype(x.device.type)
     if dtype is not None:
         (x,), factors = cast(dtype, x), tuple(each and each.cast(dtype) for each in factors)
@@ -432,7 +442,8 @@ class _MLP(torch.autograd.Function):
             held.found["x"] = x
         ctx.numbers, ctx.layouts, ctx.shape = numbers, layouts, x.shape
         ctx.save_for_backward(*given, *map(held.found.get, _KEPT))
-        return y.found["y"].view(x.shape)
+        # No view: autograd lets nobody change one from here in place.
+        return torch.ops.aten._unsafe_view(y.found["y"], x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

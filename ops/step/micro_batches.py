@@ -30,6 +30,7 @@ __all__ = [
     "micro_batches",
     "mixes_samples",
     "parts",
+    "picked",
     "repeated",
     "resized",
     "samples_of",
@@ -123,9 +124,16 @@ def some_samples(batch: Any, count: int) -> Any:
     """Returns a batch of at most ``count`` of the samples, spread over all of them, which are
     copies: views would keep the memory of all of them."""
     samples = samples_of(batch) or 0
-    rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
+    return picked(
+        batch, [k * samples // count for k in range(count)] if count < samples else range(samples)
+    )
+
+
+def picked(batch: Any, numbers: Sequence[int]) -> Any:
+    """Returns a batch of copies of the samples with these numbers."""
     if (ends := ends_of(batch)) is not None:
-        return mapped(chosen(batch, ends, rows), torch.clone)
+        return mapped(chosen(batch, ends, numbers), torch.clone)
+    rows, samples = [*numbers], samples_of(batch) or 0
     return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
 
 

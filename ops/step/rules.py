@@ -21,7 +21,7 @@ from .micro_batches import (
     SAMPLES,
     TOKENS,
     labels_of,
-    parts,
+    picked,
     samples_of,
     shares,
     some_samples,
@@ -37,7 +37,10 @@ NO_RULE = (
     "compared with it, or the model keeps something of each call, such as a moving average"
 )
 
-MOST_SAMPLES = 8  # whose gradients are compared
+# The samples whose gradients are compared, by parts. A loss that compares neighbors may add up over
+# parts of even numbers of samples, and a micro-batch may have any number.
+UNEVEN = ((0,), (1, 2), (3, 4), (5, 6, 7))
+MOST_SAMPLES = 8
 ELEMENTS = 1024  # of each gradient, about
 ROUNDING = 1e-3  # of the largest gradient: what is less is compared at this scale
 SCALE = 1024.0  # of a loss whose gradients might vanish in float16
@@ -61,8 +64,8 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
     be found out, as where random numbers do not come from torch, or depend on values.
 
     What is compared are elements of the gradients of all parameters, in training mode, of 8 samples
-    in pairs, or of each sample where there are fewer. Blocks keep as little as they can, or without
-    ``has_levels`` what they keep already.
+    in uneven parts, or of each sample where there are fewer. Blocks keep as little as they can, or
+    without ``has_levels`` what they keep already.
     """
     if _compares_tokens(step):
         return None
@@ -78,8 +81,9 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
 def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     assert step.device is not None
     batch = some_samples(step.batch, MOST_SAMPLES)
-    count = samples_of(batch) or 1
-    each = parts(batch, count // 2 if count == MOST_SAMPLES else count)
+    samples = samples_of(batch) or 1
+    numbers = UNEVEN if samples == MOST_SAMPLES else [(k,) for k in range(samples)]
+    each = [picked(batch, some) for some in numbers]
     with generators_kept(step.device), SameDraws():
         model = Blocks.of_copy(step.model, has_levels=has_levels).model
         whole = _gradients(step, model, batch)

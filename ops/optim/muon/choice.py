@@ -93,9 +93,10 @@ class Chooser:
         self._vocabularies: set[int] = set()
         self._heads: set[int] = set()
         if model is not None:
-            self._look_at(model)
+            self.look_at(model)
 
-    def _look_at(self, model: nn.Module) -> None:
+    def look_at(self, model: nn.Module) -> None:
+        """Learns from the modules of a model what its parameters are."""
         for name, module in model.named_modules():
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise ValueError(FLAT.format(f"'{name or 'the model'}' is wrapped in it"))
@@ -149,12 +150,19 @@ class Chooser:
         for end, split in self._given.items():
             if f".{path}".endswith(f".{end}") or f".{name}".endswith(f".{end}"):
                 return split if split is None or isinstance(split, int) else tuple(split)
+        owner, word = self._owners.get(id(param), _Owner()), path.rpartition(".")[2]
+        _, rows, cols = matrix_shape(param.shape)
+        if param.dim() == 3 and word in PACKED_HALVES:  # experts of transformers
+            if getattr(owner.module, "is_concatenated", None) is not True:
+                return None
+            if not self.is_transposed(param):
+                return 2 if rows % 2 == 0 else None
+            return (cols // 2,) * 2 if cols % 2 == 0 and rows != cols else None
         if param.dim() != 2:
             return None
-        owner, word = self._owners.get(id(param), _Owner()), path.rpartition(".")[2]
-        rows, cols = int(param.shape[0]), int(param.shape[1])
-        if gates := GATES.get(type(owner.module).__name__):
-            return gates if rows % gates == 0 else None
+        gates = GATES.get(type(owner.module).__name__)
+        if gates and word.startswith(("weight_ih", "weight_hh")):  # and not the projection
+            return gates
         if word in PACKED_HALVES and rows % 2 == 0:
             return 2
         if word not in PACKED_QKV:
@@ -166,9 +174,17 @@ class Chooser:
             return 3
         return (rows,) * 3 if cols == 3 * rows else None
 
+    def is_transposed(self, param: Tensor) -> bool:
+        """Returns whether the rows of a weight are its inputs: of ``Conv1D`` of transformers, and
+        of its experts that say so."""
+        module = self._owners.get(id(param), _Owner()).module
+        if param.dim() == 3:
+            return getattr(module, "is_transposed", None) is True
+        return type(module).__name__ == "Conv1D"
+
     def groups(self, params: Iterable[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups of parameters with these options: of matrices one for each way in
-        which they are split, and one of all others."""
+        which they are split and stored, and one of all others."""
         pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
         if any(name is None for name, _ in pairs):
             if bad := [p for _, p in pairs if isinstance(p, Tensor) and p.dim() < 2]:
@@ -178,7 +194,7 @@ class Chooser:
                     "named_parameters(), or groups with use_muon=True and False"
                 )
             return [{**options, "params": [p for _, p in pairs], "use_muon": True}]
-        sorted_by: dict[tuple[bool, Split], list[Any]] = {}
+        sorted_by: dict[tuple[bool, Split, bool], list[Any]] = {}
         for name, param in pairs:
             reason = self.reason(name, param)
             use_muon = reason.startswith(HIDDEN)
@@ -187,11 +203,13 @@ class Chooser:
                 parts = parts_of(param.shape, split)
                 self.choice.splits[name] = len(parts)
             self.choice.add(reason, name, param)
-            sorted_by.setdefault((use_muon, split), []).append((name, param))
+            key = use_muon, split, use_muon and self.is_transposed(param)
+            sorted_by.setdefault(key, []).append((name, param))
         keys = sorted(sorted_by, key=lambda key: (not key[0], key[1] is not None))
         return [
             {**options, "params": sorted_by[key], "use_muon": key[0]}
             | ({} if key[1] is None else {"split": key[1]})
+            | ({"transposed": True} if key[2] else {})
             for key in keys
         ]
 
@@ -216,7 +234,8 @@ def groups_of(
 
     Args:
         params: a model; pairs of names and parameters; parameters of two or three dimensions; or
-            groups, which without ``use_muon`` hold any of these.
+            groups, which without ``use_muon`` hold any of these but a model; their ``"model"``
+            is that of named parameters.
     """
     if isinstance(params, nn.Module):
         chooser = Chooser(params, split, convolutions)
@@ -231,10 +250,12 @@ def groups_of(
     for group in given:
         members = group.get("params")
         members = [members] if isinstance(members, Tensor) else list(members or ())
+        options = {name: value for name, value in group.items() if name not in ("params", "model")}
         if "use_muon" in group:
-            groups.append({**group, "params": members})
+            groups.append({**options, "params": members})
         else:
-            options = {name: value for name, value in group.items() if name != "params"}
+            if "model" in group:
+                chooser.look_at(group["model"])
             groups += chooser.groups(members, options)
     return groups, chooser.choice if chooser.choice.names else None
 

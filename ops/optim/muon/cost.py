@@ -14,8 +14,8 @@ from .matrices import matrix_shape, parts_of
 
 def newton_schulz_share(optimizer: Any, tokens: int) -> float:
     """Returns the operations of Newton-Schulz over those of forward and backward of the same
-    matrices, which are 6 for each element and token; 0 for an optimizer without matrices of Muon.
-    About 5 d / tokens for d x d matrices.
+    matrices, which are 6 for each element and token; frozen ones are left out. 0 for an optimizer
+    without matrices of Muon. About 5 d / tokens for d x d matrices.
 
     Args:
         tokens: rows that a step multiplies by each matrix, on all its micro-batches.
@@ -26,6 +26,8 @@ def newton_schulz_share(optimizer: Any, tokens: int) -> float:
             continue
         gram = group["variant"] == "gram"
         for param in group["params"]:
+            if not param.requires_grad:
+                continue
             number, rows, cols = matrix_shape(param.shape)
             for part in parts_of(param.shape, group["split"]):
                 steps = group["ns_steps"]

@@ -55,13 +55,18 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
 
 def as_matrices(tensor: Tensor, like: Tensor) -> Sequence[Tensor]:
     """Returns a parameter, or a tensor of its shape, as matrices. A convolution's columns are in
-    the memory order of the parameter, ``like``; a tensor in another order is copied."""
+    the memory order of ``like``; a tensor in another order is copied."""
     if tensor.dim() == 3:
         return tensor.unbind(0)
     if tensor.dim() > 3:
-        order = sorted(range(1, like.dim()), key=like.stride, reverse=True)
-        return [tensor.permute(0, *order).flatten(1)]
+        return [in_order(tensor, like).flatten(1)]
     return [tensor]
+
+
+def in_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a convolution's weight, or a tensor of its shape, with the columns of its matrix in
+    the memory order of ``like``."""
+    return tensor.permute(0, *sorted(range(1, like.dim()), key=like.stride, reverse=True))
 
 
 def parts_of(shape: Sequence[int], split: Split) -> list[Part]:
@@ -91,6 +96,12 @@ def parts_of(shape: Sequence[int], split: Split) -> list[Part]:
         parts.append(Part(first, size, 0, cols) if by_rows else Part(0, rows, first, size))
         first += size
     return parts
+
+
+def column_parts(shape: Sequence[int], split: Split) -> int:
+    """Returns how many parts have each row of a matrix: more than one if its columns are split."""
+    parts = parts_of(shape, split)
+    return len(parts) if parts[0].cols < matrix_shape(shape)[2] else 1
 
 
 def keeps_blocks(param: Tensor, split: Split, block_size: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -25,7 +26,7 @@ from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
 from .choice import FLAT, MuonChoice, check_matrices, groups_of
-from .matrices import Split
+from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
 from .steps import ABSMAX, MOMENT, ROW_VAR, Rule, Workspace, batched, matrices_of
@@ -52,7 +53,7 @@ class MatrixOptimizer(Optimizer):
         split = given.pop("split")
         given["ns_coefficients"] = _plain(given["ns_coefficients"])
         defaults = of_groups(ADAMW | COMPATIBLE | {"decoupled_weight_decay": True} | given)
-        defaults |= {"use_muon": True, "split": None} | more_defaults
+        defaults |= {"use_muon": True, "split": None, "transposed": False} | more_defaults
         check_rule(defaults)
         self._workspace = parse_bytes(whole["workspace"], "workspace")
         self._process_group = whole["process_group"]
@@ -86,8 +87,9 @@ class MatrixOptimizer(Optimizer):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
-        if not isinstance(options["use_muon"], bool):
-            raise TypeError(f"use_muon must be True or False, got {options['use_muon']!r}")
+        for name in ("use_muon", "transposed"):
+            if not isinstance(options[name], bool):
+                raise TypeError(f"{name} must be True or False, got {options[name]!r}")
         if options["use_muon"]:
             check_rule(options)
             check_matrices(options.get("params", ()), options["split"])
@@ -113,7 +115,9 @@ class MatrixOptimizer(Optimizer):
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         slots = [Slot(MOMENT, dtype=dtype, loads=FLOATS)]
         if group["normuon"] is not None:
-            slots.append(Slot(ROW_VAR, _row_shape, torch.float32, first=_zero_row_vars))
+            shape = partial(_row_shape, split=group["split"])
+            first = partial(_zero_row_vars, split=group["split"])
+            slots.append(Slot(ROW_VAR, shape, torch.float32, first=first))
         if mode_of(group).is_random:  # random numbers depend on the step, and nothing else does
             slots.append(STEP)
         return Layout(tuple(slots), is_whole=True)
@@ -162,14 +166,16 @@ class MatrixOptimizer(Optimizer):
             if "weight_seeds" in given:
                 given["weight_seeds"] = [given["weight_seeds"][i] for i in chosen]
             if sharding is None:
-                matrices = matrices_of(part, own, rule, [param.shape for param in part.params])
+                shapes = [param.shape for param in part.params]
+                matrices, put_back = matrices_of(part, own, rule, shapes)
                 ranks = self._process_group if is_plain else None
                 run = batched(rule, matrices, given, self._workspace, memory, ranks)
+                calls += [run, put_back]
             else:
                 if self.paging is not None:
                     check_even(part.owners, sharding)
                 run = prepared_sharded(rule, part, own, sharding, given, self._workspace, memory)
-            calls.append(run)
+                calls.append(run)
 
         def call() -> None:
             for run in calls:
@@ -192,7 +198,7 @@ class Muon(MatrixOptimizer, AdamW):
             modules or names, and :attr:`choice`, which is also printed, says which. Embeddings,
             heads, norms, biases and convolutions are AdamW's. Or parameters of two or three
             dimensions, which are all Muon's; or groups, with ``use_muon`` True or False, or without
-            it and with names.
+            it and with names, beside which ``"model"`` may be the model that has them.
         lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as in
             :class:`torch.optim.Muon`. With ``"match_rms_adamw"`` the learning rate is one of AdamW,
             so that one serves both.
@@ -206,7 +212,8 @@ class Muon(MatrixOptimizer, AdamW):
             rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known names are
             split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``qkv_proj``, ``Wqkv``,
             ``c_attn`` and ``in_proj_weight`` in queries, keys and values, and the gates of
-            recurrent layers. In a group, ``split`` is that of all its matrices.
+            recurrent layers. In a group, ``split`` is that of all its matrices, and ``transposed``
+            says that their rows are inputs, as known for ``Conv1D`` of transformers.
         convolutions: whether convolutions are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
             where one side is several times the other.
@@ -297,17 +304,22 @@ def _chosen(bucket: Bucket, chosen: list[int]) -> Bucket:
     return Bucket(bucket.layout, *([column[i] for i in chosen] for column in lists))
 
 
-def _row_shape(param: Tensor) -> Sequence[int]:
-    return param.shape[: 2 if param.dim() == 3 else 1]
+def _row_shape(param: Tensor, split: Split, here: Tensor | None = None) -> Sequence[int]:
+    """Returns the shape of the mean squares of rows: those of a parameter, or of a shard of it, or
+    where its columns are split those of each part."""
+    shape = (param if here is None else here).shape[: 2 if param.dim() == 3 else 1]
+    parts = column_parts(param.shape, split)
+    return shape if parts == 1 else (*shape[:-1], parts, shape[-1])
 
 
-def _zero_row_vars(param: Tensor) -> Tensor:
+def _zero_row_vars(param: Tensor, split: Split) -> Tensor:
     """Returns zeros for the mean squares of the rows of a parameter's matrices."""
     local = param.to_local() if isinstance(param, DTensor) else param
-    zeros = torch.zeros(_row_shape(local), dtype=torch.float32, device=local.device)
+    shape = _row_shape(param, split, local)
+    zeros = torch.zeros(shape, dtype=torch.float32, device=local.device)
     if not isinstance(param, DTensor):
         return zeros
-    shape = torch.Size(_row_shape(param))
+    shape = torch.Size(_row_shape(param, split))
     stride = torch.empty(shape, device="meta").stride()
     placements = [
         one if sharded_dim(one) in range(len(shape)) else Replicate() for one in param.placements

@@ -72,8 +72,8 @@ def iterations(coefficients: str | Sequence[Any], steps: int) -> tuple[Triple, .
 
 
 def lr_scale(adjust: str | None, rows: int, cols: int) -> float:
-    """Returns the factor of the learning rate for a matrix of this shape, as torch's ``_adjust_lr``
-    does."""
+    """Returns the factor of the learning rate for a matrix of ``rows`` outputs and ``cols`` inputs,
+    as torch's ``_adjust_lr`` does."""
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     ratio = rows / max(cols, 1)

@@ -22,6 +22,7 @@ from .steps import (
     Updates,
     Workspace,
     aligned,
+    as_gathered,
     as_shaped,
     gather_momentum,
     largest_count,
@@ -87,7 +88,9 @@ def prepared_sharded(
             "normuon normalizes the rows of whole matrices, and these are sharded over ranks: "
             "leave it out, or use DDP with process_group"
         )
-    matrices = matrices_of(bucket, columns, rule, [owner.shape for owner in bucket.owners])
+    matrices, put_back = matrices_of(
+        bucket, columns, rule, [owner.shape for owner in bucket.owners]
+    )
     updates = Updates(rule, matrices, options)
     by_owner = grouped(matrices, lambda one: one.owner)
     positions = range(len(bucket.owners))
@@ -115,6 +118,7 @@ def prepared_sharded(
     def call() -> None:
         for run in runs:
             run.run(options, updates)
+        put_back()
 
     return call
 
@@ -272,7 +276,7 @@ class _Gathered:
             parts: list[Part] = [part for _ in as_matrices(whole, whole) for part in alike]
             for k, (block, part) in enumerate(zip(blocks, parts)):
                 as_shaped(x[k], part).copy_(block)
-            norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32)
+            norms = torch.linalg.vector_norm(as_gathered(x), dim=(1, 2), dtype=torch.float32)
             squares.copy_(norms.square())
             batch.orthogonalize(memory)
             for k, (block, part) in enumerate(zip(blocks, parts)):

@@ -15,7 +15,16 @@ from ..._core.grouping import grouped
 from ...functional.newton_schulz import newton_schulz_, newton_schulz_workspace
 from ...param_states.block_scales import absmax_of
 from ...param_states.plan import Bucket, Call
-from .matrices import Part, Split, as_matrices, blocks_of, matrix_shape, parts_of
+from .matrices import (
+    Part,
+    Split,
+    as_matrices,
+    blocks_of,
+    column_parts,
+    in_order,
+    matrix_shape,
+    parts_of,
+)
 from .rule import Triple, lr_scale
 
 MOMENT = "momentum_buffer"
@@ -39,6 +48,7 @@ class Rule(NamedTuple):
     weight_decay: float
     normuon: float | None
     split: Split
+    transposed: bool
     block_size: int
 
 
@@ -113,6 +123,8 @@ class Batch:
         """Makes the matrices from ``first`` to ``last`` orthogonal, by their squares."""
         x, squares = self.x(memory)[first:last], self.squares(memory)[first:last]
         if x.numel():
+            if x.dtype == torch.float16:
+                _to_float16(x, squares, self.rule.eps)
             space = memory.memory[self._space : self.end]
             rule = self.rule
             newton_schulz_(
@@ -123,6 +135,21 @@ class Batch:
                 variant=rule.variant,
                 workspace=space,
             )
+
+
+def as_gathered(x: Tensor) -> Tensor:
+    """Returns matrices in the dtype that they have before they are made orthogonal: those in
+    float16, whose range is too small for gradients, as bfloat16 in the same memory."""
+    return x.view(torch.bfloat16) if x.dtype == torch.float16 else x
+
+
+def _to_float16(x: Tensor, squares: Tensor, eps: float) -> None:
+    """Turns gathered matrices into float16 in their place. They and the sums of their squares are
+    divided, by a power of two near the norm or ``eps``."""
+    norms = squares.sqrt().clamp_(eps, torch.finfo(torch.float32).max)
+    factors = torch.ldexp(torch.ones_like(norms), -torch.frexp(norms).exponent)
+    squares.copy_(norms.mul_(factors).square_())
+    x.copy_(as_gathered(x).mul_(factors.to(torch.bfloat16)[:, None, None]))
 
 
 def as_shaped(x: Tensor, part: Part) -> Tensor:
@@ -142,8 +169,10 @@ def largest_count(count: int, limit: int, bytes_of: Callable[[int], int]) -> int
 
 def matrices_of(
     bucket: Bucket, columns: dict[str, list[Tensor]], rule: Rule, shapes: Iterable[Sequence[int]]
-) -> list[Matrix]:
-    """Returns the matrices of the parameters of a bucket, or the rows of them that this rank has.
+) -> tuple[list[Matrix], Call]:
+    """Returns the matrices of the parameters of a bucket, or the rows of them that this rank has,
+    and what to call after their step: it puts back convolutions whose memory order is not that of
+    their columns, that of codes if there are any, which were copied.
 
     Args:
         columns: the states by name.
@@ -152,10 +181,10 @@ def matrices_of(
     Raises:
         NotImplementedError: a matrix is split that is sharded by other than rows.
     """
-    found = []
+    found, copies = [], []
     residuals = columns.get(bucket.layout.weights.residual or "")
     for i, (param, shape) in enumerate(zip(bucket.params, shapes)):
-        _, rows, cols = matrix_shape(param.shape)
+        number, rows, cols = matrix_shape(param.shape)
         parts = parts_of(shape, rule.split)
         place, row = place_of(bucket.owners[i]), 0
         if len(parts) > 1 and tuple(param.shape) != tuple(shape):
@@ -165,16 +194,24 @@ def matrices_of(
                     f"one of shape {list(shape)} is sharded otherwise"
                 )
             row = place[0] // cols
-        grads, moments = (
-            as_matrices(tensor, param) for tensor in (bucket.grads[i], columns[MOMENT][i])
-        )
-        rests = None if residuals is None else as_matrices(residuals[i], param)
+        like = columns[MOMENT][i] if ABSMAX in columns else param
+        kept = [param, columns[MOMENT][i], *([] if residuals is None else [residuals[i]])]
+        if param.dim() > 3:
+            views = [in_order(tensor, like) for tensor in kept]
+            kept = [view.contiguous().flatten(1) for view in views]
+            copies += [pair for pair in zip(views, kept) if not pair[0].is_contiguous()]
+        params, moments, *rests = (as_matrices(tensor, like) for tensor in kept)
+        grads = as_matrices(bucket.grads[i], like)
         absmax = columns[ABSMAX][i] if ABSMAX in columns else None
-        row_vars = columns[ROW_VAR][i] if ROW_VAR in columns else None
-        row_vars = [row_vars] if row_vars is not None and row_vars.dim() == 1 else row_vars
-        for k, matrix in enumerate(as_matrices(param, param)):
-            for part in parts:
+        row_vars, times = None, column_parts(shape, rule.split)
+        if ROW_VAR in columns:
+            row_vars = columns[ROW_VAR][i].view(number, times, rows)
+        for k, matrix in enumerate(params):
+            for p, part in enumerate(parts):
                 here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
+                outputs, inputs = part.rows, part.cols
+                if rule.transposed:
+                    outputs, inputs = inputs, outputs
                 if len(parts) > 1 and not here.rows:
                     continue
                 first, numel = (k * rows + here.row) * cols + here.col, here.rows * here.cols
@@ -189,14 +226,21 @@ def matrices_of(
                         grad=here.of(grads[k]),
                         moment=here.of(moments[k]),
                         absmax=own,
-                        row_var=None if row_vars is None else row_vars[k].narrow(0, *here[:2]),
-                        residual=None if rests is None else here.of(rests[k]),
+                        row_var=None
+                        if row_vars is None
+                        else row_vars[k, p % times].narrow(0, *here[:2]),
+                        residual=here.of(rests[0][k]) if rests else None,
                         step=columns["step"][i] if "step" in columns else None,
-                        scale=lr_scale(rule.adjust_lr_fn, part.rows, part.cols),
+                        scale=lr_scale(rule.adjust_lr_fn, outputs, inputs),
                         place=_place(place, param.numel(), first, here, cols),
                     )
                 )
-    return found
+
+    def put_back() -> None:
+        for view, copy in copies:
+            view.copy_(copy.view(view.shape))
+
+    return found, put_back
 
 
 def _place(
@@ -220,12 +264,13 @@ def gather_momentum(
     squares: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Updates the moments, and writes what is to be made orthogonal with its sums of squares."""
+    """Updates the moments, and writes what is to be made orthogonal with its sums of squares: to
+    the memory of ``updates``, :func:`as_gathered`."""
     torch.ops.headroom.muon_momentum_(
         [one.grad for one in matrices],
         [one.moment for one in matrices],
         [one.absmax for one in matrices if one.absmax is not None],
-        updates,
+        [as_gathered(one) for one in updates],
         squares,
         momentum=rule.momentum,
         nesterov=rule.nesterov,

@@ -84,6 +84,15 @@ def test_a_module_is_run_as_by_python(program, tmp_path, capsys):
     assert capsys.readouterr().out == "['-x', '1'] __main__ parts.tool\n"
 
 
+def test_a_folder_is_run_as_by_python(program, tmp_path, capsys):
+    (tmp_path / "tool").mkdir()
+    program("import sys, beside; print(sys.argv[1:], sys.path[0])", "tool/__main__.py")
+    program("", "tool/beside.py")
+    assert main(["run", "--register", "tool", "x"]) == 0
+    assert capsys.readouterr().out == f"['x'] {tmp_path / 'tool'}\n"
+    assert str(tmp_path) not in sys.path
+
+
 def test_a_command_of_the_path_is_found(program, tmp_path, monkeypatch, capsys):
     for name, head in (("tool", f"#!{sys.executable}"), ("shell", "#!/bin/sh")):
         (tmp_path / name).write_text(f"{head}\nprint('ran')\n")

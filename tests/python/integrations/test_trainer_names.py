@@ -112,6 +112,18 @@ def test_muon_gets_the_trainers_groups_with_names(name, tmp_path):
     assert made.state.global_step == 4
 
 
+@pytest.mark.skipif("headroom_muon" not in NAMES, reason="there is no Muon")
+def test_muon_knows_the_modules_of_the_trainers_model(tmp_path):
+    """Embeddings are AdamW's, whatever their names."""
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(num_heads=2, **sizes))
+    made = trainer_of(model, rows()[1], tmp_path, optim="headroom_muon")
+    groups = made.create_optimizer().param_groups
+    hidden = {name for group in groups if group["use_muon"] for name in group["param_names"]}
+    assert "encoder.block.0.layer.0.SelfAttention.q.weight" in hidden
+    assert not [name for name in hidden if "shared" in name or "relative_attention_bias" in name]
+
+
 def test_it_is_the_optimizer_that_one_would_give(tmp_path):
     """The same bits as with ``optimizer_cls_and_kwargs``."""
     own = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}

@@ -306,6 +306,34 @@ def test_only_some_have_adapters_or_few_bits(base, device):
             torch.testing.assert_close(each["x"], leaf.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ("rms", "layer"))
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_an_offset_is_added_to_the_weight_of_either_norm(norm, dtype, device):
+    block = Block("gpt2", dtype, device)
+    tensors = {n: t for n, t in block.tensors.items() if not n.endswith(("_a", "_b"))}
+    if norm == "rms":
+        del tensors["norm_bias"]
+    one = block.adapters(block.tensors)["down"]
+    found = []
+    for adapter in (None, replace(one, b=torch.zeros_like(one.b))):
+        t = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+        rows, weight = t.pop("x"), t.pop("norm_weight")
+        own = options_of("gpt2") | {"norm": norm, "offset": 1.0, "down_adapter": adapter}
+        y = mlp_block(rows, weight, *block.matrices.values(), **t, **own)
+        y.backward(block.dy)
+        found.append((y.detach(), rows.grad, weight.grad))
+    for ours, wanted in zip(*found):
+        unit = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, wanted, rtol=unit, atol=unit * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("tile", (0, 5))
+def test_the_result_may_be_changed_in_place(tile, device):
+    block = Block("apart", torch.float32, device)
+    wanted = block.run(lambda t: block.fused(tile_tokens=tile)(t) * 2)
+    assert_same(block.run(lambda t: block.fused(tile_tokens=tile)(t).mul_(2)), wanted)
+
+
 def test_strides_autocast_compile_and_func(device):
     block = Block("biases", torch.float32, device, "nf4")
     wanted = block.run(block.fused())
@@ -354,6 +382,9 @@ def test_bad_inputs():
         ("b must be a matrix", {"up_adapter": replace(ones["up"], b=ones["up"].b[:3])}),
         ("a must be a matrix", {"up_adapter": replace(ones["up"], a=ones["up"].a[:, :3])}),
         ("tile_tokens is -1", {"tile_tokens": -1}),
+        ("x has no dimensions", {"x": block.tensors["x"][0, 0, 0]}),
+        ("only norm='layer' has one", {"norm_bias": block.tensors["norm_weight"]}),
+        ("wanted 'once' with norm='layer'", {"norm": "layer", "casting": "llama"}),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(**other)

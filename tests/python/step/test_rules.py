@@ -149,17 +149,30 @@ def test_models_whose_batches_cannot(does, draws):
     assert rule_for(does, draws) is None
 
 
-def test_at_most_8_samples_in_pairs_are_compared():
+def test_at_most_8_samples_in_uneven_parts_are_compared():
     seen = []
 
     def notes(model, x):
         seen.append(len(x))
         return x
 
-    for rows, each in ((40, [8, 2, 2, 2, 2]), (7, [7, *[1] * 7]), (1, [1, 1])):
+    for rows, each in ((40, [8, 1, 2, 2, 3]), (7, [7, *[1] * 7]), (1, [1, 1])):
         step = step_of(Model(notes), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
         assert rule_of(step, rules_of(step)) == "samples" and seen == each
         seen.clear()
+
+
+def ranks_neighbors(model, batch):
+    """A loss of preferences, whose rows are chosen and rejected in turn."""
+    scores = model.last(batch[0])
+    return -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 12, 16])
+def test_a_loss_over_neighbors_is_not_parted(rows):
+    batch = torch.randn(rows, WIDTH), torch.randn(rows, 1)
+    step = step_of(Model(), batch, forward=ranks_neighbors)
+    assert rule_of(step, rules_of(step)) is None  # a third of 12 rows would end within a pair
 
 
 def test_gradients_that_vanish_without_a_scale():
