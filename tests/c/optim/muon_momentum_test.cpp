@@ -264,10 +264,11 @@ TEST_P(MuonMomentumBadInputs, AreRefused)
 TEST(MuonWorkspace, BadInputsAreRefused)
 {
     const hr_muon_matrix huge = {1, INT64_C(1) << 59, 0, 0}, all[] = {huge, huge};
+    const hr_muon_matrix small = {1, 4, 4, 0};
     size_t bytes[2] = {7, 7};
-    EXPECT_EQ(hr_muon_workspace(nullptr, all, 1), HR_INVALID_ARGUMENT);
-    EXPECT_EQ(hr_muon_workspace(moved(bytes, 4), all, 1), HR_INVALID_ARGUMENT);
-    EXPECT_EQ(hr_muon_workspace(bytes, all, -1), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(hr_muon_workspace(nullptr, &small, 1), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(hr_muon_workspace(moved(bytes, 4), &small, 1), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(hr_muon_workspace(bytes, &small, -1), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_muon_workspace(bytes, nullptr, 1), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_muon_workspace(bytes, all, 2), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), "more than 2\\^59 elements"));

@@ -226,6 +226,7 @@ TEST(NewtonSchulzWorkspace, BadInputsAreRefused)
     EXPECT_EQ(hr_newton_schulz_workspace(bytes, 1, 2, 1, &config, &cpu), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_newton_schulz_workspace(bytes, 1, 1, 1, nullptr, &cpu), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_newton_schulz_workspace(bytes, 1, 1, 1, &config, &none), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "hr_newton_schulz_workspace: exec"));
     EXPECT_EQ(bytes[0], 7u);
     EXPECT_EQ(hr_newton_schulz_workspace(bytes, 3, 10, 20, &config, &cpu), HR_OK);
     EXPECT_EQ(bytes[0], 1280u + 2 * 768u); // of bf16, each rounded up to 256
