@@ -315,7 +315,7 @@ def _options(optimizer: Any) -> dict[str, Any]:
         found = optimizer.param_groups[0]
     classes = _counterparts(optimizer)
     usual = inspect.signature(classes["headroom"]).parameters if classes else {}
-    names = ("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "nesterov")
+    names = ("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     return {
         key: found[key]
         for key in names

@@ -101,6 +101,15 @@ def test_advice_for_sgd_and_lion():
     assert ours["headroom.optim.Lion8bit"].code.endswith("Lion8bit(model.parameters(), lr=0.001)")
 
 
+def test_what_is_advised_climbs_where_the_given_optimizer_does():
+    sgd = functools.partial(torch.optim.SGD, momentum=0.25)
+    for given, name in ((sgd, "SGD8bit"), (torch.optim.AdamW, "AdamW8bit")):
+        found, planned = advised(step_of(functools.partial(given, maximize=True)))
+        name = f"headroom.optim.{name}"
+        (group,) = planned[name].optimizer([nn.Parameter(torch.ones(2))]).param_groups
+        assert group["maximize"] and found[name].code.endswith(", maximize=True)")
+
+
 def test_what_a_step_has_is_not_advised():
     def names(optimizer=headroom.optim.AdamW, **options):
         return set(advised(step_of(optimizer, **options))[0])
