@@ -51,7 +51,7 @@ def test_the_site_builds_without_a_warning(mkdocs, tmp_path):
 def test_a_link_that_leads_nowhere_is_a_warning(mkdocs, tmp_path):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in (".ci", "docs", "benchmarks", "examples", "capi"):
+    for name in (".ci", "docs", "benchmarks", "examples", "capi", "tests/loops"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "docs" / "new.md").write_text("# New\n\n[nothing](plan.md#no-such-heading)\n")
     config = tmp_path / "mkdocs.yml"
