@@ -1,6 +1,7 @@
 // hr_momentum(): both rules, to the bit, against a second statement of them; lists of every shape, the
 // scalars of a step, everything that it refuses, and equal bits wherever it runs.
 #include "tests/c/optim/momentum_run.h"
+#include "tests/c/optim/one_moment.h"
 #include "tests/c/optim/step_suites.h"
 
 namespace
@@ -159,55 +160,6 @@ float rounded(double x)
     return float(x);
 }
 
-// A product and a sum of binary32, rounded once: binary64 has the product exactly, and rounds the
-// sum to odd, so that the second rounding is that of the exact sum.
-float fused(float a, float b, float c)
-{
-    const double product = double(a) * b, sum = product + c;
-    const double virtual_c = sum - product, error = (product - (sum - virtual_c)) + (c - virtual_c);
-    uint64_t bits;
-    std::memcpy(&bits, &sum, sizeof bits);
-    if (!std::isfinite(sum) || error == 0 || bits & 1)
-        return float(sum);
-    bits += (error > 0) == (sum > 0) ? 1 : -1;
-    double odd;
-    std::memcpy(&odd, &bits, sizeof odd);
-    return float(odd);
-}
-
-// What a tensor's codes stand for, on the CPU.
-std::vector<double> decoded(const MomentumRun &run, size_t k)
-{
-    const std::vector<double> codes = run.values(MOMENTS, k), absmaxs = run.values(ABSMAXS, k);
-    float map[256];
-    EXPECT_EQ(hr_dynamic_map(map, 1), HR_OK);
-    std::vector<double> values;
-    for (size_t i = 0; i < codes.size(); i++)
-        values.push_back(
-            double(map[int(codes[i])] * float(absmaxs[i / size_t(run.config.block_size)])));
-    return values;
-}
-
-// That a tensor's codes are those that hr_quantize_blocks() gives the moments.
-void expect_codes(const MomentumRun &run, size_t k, std::vector<float> moments)
-{
-    int64_t numel = int64_t(moments.size()), blocks = hr_block_count(numel, run.config.block_size);
-    std::vector<uint8_t> codes(moments.size());
-    std::vector<float> absmaxs(static_cast<size_t>(blocks));
-    void *const data[] = {codes.data(), absmaxs.data(), moments.data()};
-    const hr_dtype types[] = {HR_U8, HR_F32};
-    const hr_tensor_list lists[] = {{1, data, &numel, types},
-                                    {1, data + 1, &blocks, types + 1},
-                                    {1, data + 2, &numel, types + 1}};
-    hr_quantize_config config = HR_QUANTIZE_CONFIG_INIT;
-    config.is_signed = 1;
-    config.block_size = run.config.block_size;
-    const hr_exec cpu = {HR_CPU, nullptr};
-    ASSERT_EQ(hr_quantize_blocks(lists, lists + 1, lists + 2, &config, &cpu), HR_OK);
-    EXPECT_EQ(run.values(MOMENTS, k), std::vector<double>(codes.begin(), codes.end()));
-    EXPECT_EQ(run.values(ABSMAXS, k), std::vector<double>(absmaxs.begin(), absmaxs.end()));
-}
-
 // The rule at hr_momentum in headroom.h, in binary32.
 void expect_rule(Backend &backend, const MomentumCase &c)
 {
@@ -225,7 +177,7 @@ void expect_rule(Backend &backend, const MomentumCase &c)
         EXPECT_EQ(run.values(GRADS, k), fresh.values(GRADS, k));
         const auto ps = fresh.values(PARAMS, k), gs = fresh.values(GRADS, k);
         const bool codes = c.moment == HR_U8;
-        const auto ms = codes ? decoded(fresh, k) : fresh.values(MOMENTS, k);
+        const auto ms = codes ? decoded(fresh, MOMENTS, ABSMAXS, k) : fresh.values(MOMENTS, k);
         std::vector<float> wanted_ms;
         const auto new_ps = run.values(PARAMS, k), new_ms = run.values(MOMENTS, k);
         for (size_t i = 0; i < ps.size(); i++) {
@@ -260,7 +212,7 @@ void expect_rule(Backend &backend, const MomentumCase &c)
             }
         }
         if (codes)
-            expect_codes(run, k, wanted_ms);
+            expect_codes(run, MOMENTS, ABSMAXS, k, wanted_ms);
     }
 }
 

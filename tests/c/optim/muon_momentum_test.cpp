@@ -21,38 +21,6 @@ double stored(float x, hr_dtype dtype)
     return decode(bytes, dtype);
 }
 
-// What codes stand for.
-std::vector<double> decoded(const Call &run, size_t k)
-{
-    const std::vector<double> codes = run.values(Call::MOMENTS, k);
-    const std::vector<double> absmaxs = run.values(Call::ABSMAXS, k);
-    float map[256];
-    EXPECT_EQ(hr_dynamic_map(map, 1), HR_OK);
-    std::vector<double> values;
-    for (size_t i = 0; i < codes.size(); i++)
-        values.push_back(
-            double(map[int(codes[i])] * float(absmaxs[i / size_t(run.config.block_size)])));
-    return values;
-}
-
-void expect_codes(const Call &run, size_t k, std::vector<float> moments)
-{
-    int64_t numel = int64_t(moments.size()), blocks = hr_block_count(numel, run.config.block_size);
-    std::vector<uint8_t> codes(moments.size());
-    std::vector<float> absmaxs(static_cast<size_t>(blocks));
-    void *const data[] = {codes.data(), absmaxs.data(), moments.data()};
-    const hr_dtype types[] = {HR_U8, HR_F32};
-    const hr_tensor_list lists[] = {{1, data, &numel, types},
-                                    {1, data + 1, &blocks, types + 1},
-                                    {1, data + 2, &numel, types + 1}};
-    hr_quantize_config config = HR_QUANTIZE_CONFIG_INIT;
-    config.block_size = run.config.block_size;
-    const hr_exec cpu = {HR_CPU, nullptr};
-    ASSERT_EQ(hr_quantize_blocks(lists, lists + 1, lists + 2, &config, &cpu), HR_OK);
-    EXPECT_EQ(run.values(Call::MOMENTS, k), std::vector<double>(codes.begin(), codes.end()));
-    EXPECT_EQ(run.values(Call::ABSMAXS, k), std::vector<double>(absmaxs.begin(), absmaxs.end()));
-}
-
 void expect_rule(Backend &backend, const MuonCase &c)
 {
     SCOPED_TRACE(testing::PrintToString(c));
@@ -65,7 +33,8 @@ void expect_rule(Backend &backend, const MuonCase &c)
     for (size_t k = 0; k < c.shapes.size(); k++) {
         const bool codes = c.moment == HR_U8;
         const auto gs = fresh.values(Call::GRADS, k), us = run.update(k);
-        const auto ms = codes ? decoded(fresh, k) : fresh.values(Call::MOMENTS, k);
+        const auto ms = codes ? decoded(fresh, Call::MOMENTS, Call::ABSMAXS, k)
+                              : fresh.values(Call::MOMENTS, k);
         std::vector<float> moments;
         std::vector<double> wanted, sum_of = fresh.values(Call::UPDATES, k);
         double sum = 0;
@@ -83,7 +52,7 @@ void expect_rule(Backend &backend, const MuonCase &c)
         EXPECT_NEAR(squares[k], sum, sum * 0x1p-20);
         EXPECT_EQ(run.values(Call::GRADS, k), gs);
         if (codes) {
-            expect_codes(run, k, moments);
+            expect_codes(run, Call::MOMENTS, Call::ABSMAXS, k, moments);
         } else {
             std::vector<double> kept;
             for (const float m : moments)

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "tests/c/harness/tensors.h"
+#include "tests/c/optim/one_moment.h"
 #include "tests/c/weights/weights_data.h"
 
 struct MuonCase {
@@ -224,22 +225,6 @@ struct MuonUpdateRun : MuonCall {
     const hr_muon_update_config *config_argument = &config;
     const double *scales_argument;
 };
-
-// A product and a sum of binary32, rounded once: binary64 has the product exactly, and rounds the sum
-// to odd, so that the second rounding is that of the exact sum.
-inline float fused(float a, float b, float c)
-{
-    const double product = double(a) * b, sum = product + c;
-    const double virtual_c = sum - product, error = (product - (sum - virtual_c)) + (c - virtual_c);
-    uint64_t bits;
-    std::memcpy(&bits, &sum, sizeof bits);
-    if (!std::isfinite(sum) || error == 0 || bits & 1)
-        return float(sum);
-    bits += (error > 0) == (sum > 0) ? 1 : -1;
-    double odd;
-    std::memcpy(&odd, &bits, sizeof odd);
-    return float(odd);
-}
 
 // Shapes of every path: runs and tiles, whole and cut, of one row, column and of none.
 inline std::vector<std::array<int64_t, 2>> muon_shapes()
