@@ -1,6 +1,14 @@
-"""Texts that are cut to the width of a table, or to what a message or a page can show."""
+"""Texts that are cut to the width of a table, or to what a message or a page can show, and texts
+that someone has written in place of a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 LONGEST = 240  # characters of a quotation
+_WORDS = {"true": True, "false": False, "none": None}
 
 
 def quoted(value: object, width: int = LONGEST) -> str:
@@ -24,3 +32,19 @@ def shortened(text: str, width: int, keep: str = "end") -> str:
     if keep == "beginning":
         return text[: width - 2] + ".."
     return ".." + text[len(text) - (width - 2) :]
+
+
+def value_of(text: str) -> Any:
+    """Returns the truth value, None, dtype of torch or number that a text names, such as that of an
+    option on a command line, or else the text."""
+    word = text.lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    if isinstance(dtype := getattr(torch, word, None), torch.dtype):
+        return dtype
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

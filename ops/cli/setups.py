@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.option_values import value_of
+from .._core.text import value_of
 from ..nn.steps import LEVELS
 from ..planning import sources
 from ..step.trees import mapped

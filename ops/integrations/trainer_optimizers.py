@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from .. import optim
-from .._core.option_values import value_of
+from .._core.text import value_of
 
 __all__ = ["NAMES", "add_handlers", "add_names", "register"]
 

@@ -69,7 +69,7 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a call takes besides its tensors, as the op ``headroom::mlp_block`` takes it."""
+    """Holds the numbers of a call, as the op ``headroom::mlp_block`` takes them."""
 
     norm: int
     casting: int
@@ -179,7 +179,7 @@ def _composed(
 
 
 class _Layout(NamedTuple):
-    """What a matrix and its adapter are, besides tensors."""
+    """Describes the tensors of a matrix and its adapter."""
 
     shape: tuple[int, ...]
     codes: tuple[int, int, bool]  # format, block size, and whether scales are codes
@@ -311,7 +311,7 @@ _TILE_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 class _Call(NamedTuple):
-    """What both passes are given."""
+    """Holds the arguments of both passes."""
 
     numbers: Numbers
     norm_weight: Tensor | None

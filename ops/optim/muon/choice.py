@@ -65,7 +65,7 @@ class MuonChoice:
 
 @dataclass(frozen=True)
 class _Owner:
-    """What is known of the module that has a parameter."""
+    """Names the module that has a parameter, and the one around it."""
 
     module: nn.Module | None = None
     parent: nn.Module | None = None

@@ -31,7 +31,7 @@ from .steps import (
 
 
 class Sharding(NamedTuple):
-    """How the matrices of DTensors are spread over ranks."""
+    """Says how the matrices of DTensors are spread over ranks."""
 
     mesh: Any
     placements: tuple[Any, ...]
