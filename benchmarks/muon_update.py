@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 
-from ._lists import Lists, list_case, on_next
-from ._model import Shapes, model_for
-from .harness import Bar, Case, Contender, Rotation, SameWork
+from ._lists import Lists, on_next
+from ._matrices import BF16, F32, matrix_cases, tall_as_transposes
+from ._model import Shapes
+from .harness import Case, Contender, Rotation, SameWork
 
-F32, BF16 = torch.float32, torch.bfloat16
 LR, DECAY = 0.02, 0.1
 
 
@@ -26,8 +25,7 @@ def headroom(data: Rotation, turned: bool = False) -> Contender:
     def call(d: SimpleNamespace) -> None:
         updates = d.updates
         if turned:
-            tall = [p.shape[0] > p.shape[1] for p in d.params]
-            updates = [u.view(u.shape[::-1]).T if t else u for u, t in zip(updates, tall)]
+            updates = tall_as_transposes(updates, d.params)
         muon_update_(d.params, updates, lr=LR, weight_decay=DECAY)
 
     return on_next(data, call)
@@ -56,15 +54,4 @@ SAME_WORK = SameWork(
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    model = model_for(device, quick)
-    shapes = tuple(shape for shape in model.shapes if len(shape) == 2)
-    bar = Bar("ratio", 1.5, "cpu")
-    all_cases = []
-    for dtype, word in ((F32, "f32"), (BF16, "bf16")):
-        of = lists(shapes, dtype)
-        contenders = {"headroom": headroom, "torch": by_torch}
-        turned = {"headroom": partial(headroom, turned=True), "torch": by_torch}
-        what = f"matrices of {model}, {word}"
-        all_cases.append(list_case(word, what, of, contenders, bar))
-        all_cases.append(list_case(f"{word}-turned", f"{what}, tall ones turned", of, turned, bar))
-    return all_cases
+    return matrix_cases(lists, headroom, by_torch, device, quick)
