@@ -65,7 +65,9 @@ def register() -> tuple[str, ...]:
 def add_names(training_args: Any) -> None:
     """Adds the names to ``OptimizerNames`` of the module ``transformers.training_args``."""
     names = training_args.OptimizerNames
-    for text in NAMES.keys() - names._value2member_map_.keys():
+    for text in NAMES:
+        if text in names._value2member_map_:
+            continue
         # An Enum has no way to add a member: this is what its definition would have done.
         member = str.__new__(names, text)
         member._name_, member._value_ = text.upper(), text
