@@ -29,7 +29,7 @@ def arena():
     assert arena.memory() == {}
 
 
-@pytest.fixture(params=["inline", "late", "random 1", "random 2"])
+@pytest.fixture(params=["inline", "late", "random 1"])
 def engine(request, monkeypatch):
     if request.param == "inline":
         yield streaming.engine_of(torch.device("cpu"))
@@ -269,24 +269,20 @@ def test_autocast_keeps_no_casts(level, engine):
     assert_same(*results)
 
 
-def test_no_graph_holds_weights():
-    sizes = {}
-    for weights in (None, "host"):
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4)])
-        headroom.patch(model, weights=weights, norms=False)
-        for cast in (False, True):
-            with headroom.memory.track(model) as tracked:
-                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                    loss = model(x_of(2, 300)).sum()
-                if weights == "host":
-                    memories = stream_of(model)._memories.values()
-                    assert not any(one.is_used() for found in memories for one in found)
-                loss.backward()
-                del loss
-            sizes[weights, cast] = tracked.timeline.peak_bytes
-    whole = 4 * 300 * 301 * 4
-    assert sizes["host", False] < sizes[None, False] - whole
-    assert sizes["host", True] < sizes[None, True] - whole - whole / 4
+@pytest.mark.parametrize("cast", [False, True])
+def test_no_graph_holds_weights_or_casts_of_them(cast):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4)])
+    headroom.patch(model, weights="host", norms=False)
+    with (
+        headroom.memory.track(model) as tracked,
+        torch.autocast("cpu", torch.bfloat16, enabled=cast),
+    ):
+        loss = model(x_of(2, 300)).sum()
+    stream = stream_of(model)
+    assert not any(one.is_used() for found in stream._memories.values() for one in found)
+    activations = 4 * 3 * 2 * 300 * 4
+    assert tracked.timeline.bytes_over_events()[-1] < stream.slot_bytes + activations
+    loss.backward()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -333,7 +329,9 @@ def test_frozen_weights_only_go_up(quantized, engine):
     assert_same(trained(model), wanted)
     adapters = [p for b in model.blocks for p in b.parameters() if p.requires_grad]
     assert engine.bytes_down - before == 3 * sum(p.nbytes for p in adapters)
-    assert 0 < 10 * sum(p.nbytes for p in adapters) < 6 * stream_of(model).blocks[0].size
+    assert adapters and sum(p.nbytes for p in adapters) < sum(
+        block.size for block in stream_of(model).blocks
+    )
 
 
 def test_weights_that_are_frozen_and_thawed(engine):
