@@ -39,9 +39,8 @@ def train(kind: str, stream: bool, share: float | None, layers: int, hidden: int
         share: of the bytes of the weights, that the process may have beside what it has before the
             model is made; None: as many as it wants.
     """
-    import torch
-
     import headroom
+    import torch
 
     torch.set_num_threads(1)
     warm = torch.nn.Linear(64, 64)

@@ -343,7 +343,9 @@ class StreamedBlock:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy lies where its parameters were put, until it is called.
-        return {name: getattr(self, name) for name in ("module", "name", "stream", "stay", "device")}
+        return {
+            name: getattr(self, name) for name in ("module", "name", "stream", "stay", "device")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -39,8 +39,8 @@ def patch(
     products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
     Parameters, their names and the ``state_dict`` stay as they are, but for where weights that
-    stream are; only attributes of module instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
-    raises, the model is as it was before it.
+    stream are; only attributes of module instances are set, and :func:`unpatch` removes them. A
+    second call starts anew. If the call raises, the model is as it was before it.
 
     Args:
         model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
@@ -79,8 +79,9 @@ def patch(
     Raises:
         HostMemoryError: the arena has no room for the weights.
         TypeError: ``model`` is no module, ``loss`` neither a bool nor a dict, or ``host`` no arena.
-        ValueError: the model is compiled, sharded or on meta, and weights shall stream; ``save`` asks for levels that the blocks cannot have, or the model has none; or
-            ``checkpoint_options`` or ``loss`` has a name that is none of its options.
+        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none;
+            ``checkpoint_options`` or ``loss`` has a name that is none of its options; or weights
+            shall stream, and the model is compiled, sharded, on meta, or has no such block.
         RuntimeError: the model was patched before, and a ``forward`` replaced since.
     """
     if not isinstance(model, nn.Module):

@@ -475,7 +475,9 @@ def language_model(kind, **options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=24, n_layer=3, n_head=2)
+        config = transformers.GPT2Config(
+            vocab_size=50, n_positions=64, n_embd=24, n_layer=3, n_head=2
+        )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=50,
