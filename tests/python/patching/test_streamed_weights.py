@@ -729,3 +729,36 @@ def test_files(release, tmp_path):
         results.append(trained(model, optimizer=optimizer))
     assert_same(*results)
     assert not [*tmp_path.iterdir()]  # files have no names
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def under_ddp(rank):
+    results = []
+    for weights in (None, "host"):
+        model = Tower().eval()
+        headroom.patch(model, weights=weights, norms=False)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        x = torch.randn((5, 8), generator=torch.Generator().manual_seed(rank))
+        results.append(trained(wrapped, x, micro=2))
+    assert_same(*results)
+
+
+def under_fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tower()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="FSDP has a CPUOffloadPolicy instead"):
+        headroom.patch(model, weights="host", norms=False)
+    model = Tower()
+    headroom.patch(model, weights="host", norms=False)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="cannot stream"):
+        model(x_of(5, 8))
+
+
+def test_two_ranks(ranks):
+    ranks(under_ddp)
+    ranks(under_fsdp)
