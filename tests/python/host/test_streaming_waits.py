@@ -51,14 +51,6 @@ WAITS = {  # the class, the method, what it says, and what it says without the w
         *(streaming.Stream, "slot"),
         *("self.settle_gradients()", "pass"),
     ),
-    "copies have ended before weights move": (
-        *(streaming.StreamedBlock, "_adopt"),
-        *("self.stream.settle()", "pass"),
-    ),
-    "weights that nobody used have arrived before a slot is freed": (
-        *(streaming._Slot, "__del__"),
-        *("self.sync()", "pass"),
-    ),
 }
 
 
