@@ -277,7 +277,7 @@ def streamed(quick: bool) -> Case:
     """Forward and backward of blocks on one core, whose weights and gradients a thread for each
     direction copies at 2 GB/s. The others compute with resident weights, and then sleep for as long
     as the slower of computation and copies takes, or both, or a simulation says."""
-    width, rows = (64, 64) if quick else (640, 64)
+    width, rows = (64, 64) if quick else (640, 128)
 
     def setup(device: torch.device) -> dict[str, Any]:
         import headroom

@@ -98,6 +98,7 @@ class Stream:
         self._arrivals: list[_Arrival] = []
         self._last: StreamedBlock | None = None  # that was called in this forward pass
         self._task = -1  # the backward pass at whose end all copies are waited for
+        self._visit: tuple[int, StreamedBlock] | None = None  # of a backward pass, the last one
         self.root: Callable[[], nn.Module | None] = lambda: None  # the model that they are of
         self._lock = threading.RLock()  # backward passes run on a thread for each device
         self._slabs = Slabs(partial(_taken, self.arena), engine_of)
@@ -118,6 +119,11 @@ class Stream:
         """Returns the slot with the weights of a block, which the device waits for, and begins to
         fill those of the blocks that are next."""
         with self._lock:
+            task = torch._C._current_graph_task_id()
+            visit = (task, block) if in_backward and task != -1 else None
+            if visit is not None and visit == self._visit and block in self._loaded:
+                return self._loaded[block]  # another tensor of the block that asked last
+            self._visit = visit
             if block not in self.blocks:
                 self.blocks.append(block)
             if in_backward:
@@ -216,7 +222,7 @@ class Stream:
             for slot in self._loaded.values():
                 slot.sync()
                 slot.is_new = False
-            self._last, self._task = None, -1
+            self._last, self._task, self._visit = None, -1, None
             for block in self.blocks:
                 block.let_pages_go()
 
