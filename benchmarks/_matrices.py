@@ -23,6 +23,12 @@ def tall_as_transposes(updates: list[Tensor], like: list[Tensor]) -> list[Tensor
     return [u.view(u.shape[::-1]).T if t else u for u, t in zip(updates, tall)]
 
 
+def matrices_of(device: torch.device, quick: bool) -> tuple[str, Shapes]:
+    """Returns the matrices of a model, and what they are."""
+    model = model_for(device, quick)
+    return f"matrices of {model}", tuple(shape for shape in model.shapes if len(shape) == 2)
+
+
 def matrix_cases(
     lists: Callable[[Shapes, torch.dtype], Lists],
     headroom: Callable[..., Any],
@@ -32,15 +38,14 @@ def matrix_cases(
     of: str = "",
 ) -> list[Case]:
     """Returns a case for each dtype, and one with tall matrices turned."""
-    model = model_for(device, quick)
-    shapes = tuple(shape for shape in model.shapes if len(shape) == 2)
+    matrices, shapes = matrices_of(device, quick)
     bar = Bar("ratio", 1.5, "cpu")
     cases = []
     for dtype, word in ((F32, "f32"), (BF16, "bf16")):
         data = lists(shapes, dtype)
         contenders = {"headroom": headroom, "torch": by_torch}
         turned = {"headroom": partial(headroom, turned=True), "torch": by_torch}
-        what = f"matrices of {model}, {word}{of}"
+        what = f"{matrices}, {word}{of}"
         cases.append(list_case(word, what, data, contenders, bar))
         cases.append(list_case(f"{word}-turned", f"{what}, tall ones turned", data, turned, bar))
     return cases

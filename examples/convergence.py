@@ -17,6 +17,11 @@ four.)
 Adafactor: by either rule, beside its original (`transformers` must be installed). Its loss is not
 compared with AdamW's.
 
+Muon: beside torch's, with AdamW for embeddings, head, norms and biases in every row, and packed
+matrices left whole, as torch leaves them. Newton-Schulz makes all singular values about 1, so it
+amplifies what rounding leaves in the weak directions of the momentum: the control rounds it to 15
+equal steps for each matrix. At a learning rate of 1e-4 the control rounds bf16 weights to nearest.
+
 A mode is close if its mean over the seeds differs from that of the setting's first mode by no more
 than the seeds of the first mode differ from each other. With --out, runs that the file has already
 are not repeated.
@@ -98,28 +103,75 @@ HF_RULE = {
     "Adafactor, f32": ADAFACTOR_HF,
     "Adafactor, bf16, remainder16": bf16(ADAFACTOR_HF, master="remainder16"),
 }
+
+
+@dataclass(frozen=True)
+class Coarse(rungs.Rung):
+    """Rounds the momentum of matrices to `steps` equal steps on either side of zero."""
+
+    steps: int = 7
+
+
+# One learning rate for both: matrices are stepped as far as AdamW would.
+MUON = replace(
+    F32,
+    optimizer="headroom.optim.Muon",
+    options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw", "split": {"qkv": None}},
+)
+MUON8BIT = replace(MUON, optimizer="headroom.optim.Muon8bit")
+TORCH_MUON = replace(
+    MUON,
+    optimizer="torch_muon.TorchMuon",
+    options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw"},
+)
+MUON_NEAREST = bf16(MUON, state_dtype=torch.float32)
+COARSE = "Muon, momentum in 4 bits"
+MUONS = {
+    "torch's Muon, f32": TORCH_MUON,
+    "Muon, f32": MUON,
+    "Muon8bit, f32": MUON8BIT,
+    "Muon, bf16, remainder16": bf16(MUON, master="remainder16"),
+    "Muon8bit, bf16, remainder16": bf16(MUON8BIT, master="remainder16"),
+    COARSE: Coarse(**vars(MUON)),
+}
+MUON_WEIGHTS = {
+    "torch's Muon, f32": TORCH_MUON,
+    "Muon8bit, bf16, remainder16": MUONS["Muon8bit, bf16, remainder16"],
+    NEAREST: MUON_NEAREST,
+}
 SETTINGS = {
     "as they are": Setting(BIT8),
     "heavy-tailed": Setting(BIT8, worse=("8-bit, code 0 allowed",), sigma=2.0),
     "bf16 weights, lr 1e-4": Setting(WEIGHTS, worse=(NEAREST,), lr=1e-4),
     "Adafactor, torch's rule, lr 3e-3": Setting(TORCH_RULE, lr=1e-4),
     "Adafactor, transformers' rule, lr 1e-4": Setting(HF_RULE, lr=1e-4),
+    "Muon": Setting(MUONS, worse=(COARSE,)),
+    "Muon, bf16 weights, lr 1e-4": Setting(MUON_WEIGHTS, worse=(NEAREST,), lr=1e-4),
 }
 
 
-class HeavyTailedRun(Run):
-    """A run whose optimizer sees gradients of a wider distribution."""
+class ChangedRun(Run):
+    """A run whose optimizer sees gradients of a wider distribution, or keeps its momentum in fewer
+    bits."""
 
     def __init__(self, *args: object, sigma: float):
         super().__init__(*args)
         self.noise = torch.Generator().manual_seed(self.seed)
         if sigma:
             self.optimizer.register_step_pre_hook(lambda *_: self.widen(sigma))
+        if isinstance(self.rung, Coarse):
+            self.optimizer.register_step_post_hook(lambda *_: self.coarsen(self.rung.steps))
 
     def widen(self, sigma: float) -> None:
         for param in self.model.parameters():
             z = torch.randn(param.shape, generator=self.noise)
             param.grad.mul_(torch.exp(sigma * z))
+
+    def coarsen(self, steps: int) -> None:
+        for state in self.optimizer.state.values():
+            if (moment := state.get("momentum_buffer")) is not None:
+                step = moment.abs().max().clamp(min=1e-30) / steps
+                moment.div_(step).round_().mul_(step)
 
 
 def held_out(
@@ -128,7 +180,7 @@ def held_out(
     """Held-out bits per byte after training; infinite if it diverged to NaN."""
     text, unseen = data.load(path, SIZE.context)
     size = replace(SIZE, lr=setting.lr)
-    run = HeavyTailedRun(rung, size, torch.device("cpu"), seed, sigma=setting.sigma)
+    run = ChangedRun(rung, size, torch.device("cpu"), seed, sigma=setting.sigma)
     for _ in range(steps):
         run.step(text)
     loss = run.held_out_loss(unseen)

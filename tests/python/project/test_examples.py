@@ -404,6 +404,19 @@ def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text
     assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
 
 
+def test_convergence_of_muon_is_that_of_torchs(monkeypatch, text):
+    """Of all modes but the control, whose momentum has too few bits."""
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    setting = replace(convergence.SETTINGS["Muon"], lr=SIZES["tiny"].lr)
+    losses = {
+        mode: convergence.held_out(setting, rung, 0, 12, text)
+        for mode, rung in setting.modes.items()
+    }
+    control = losses.pop(convergence.COARSE)
+    print(losses, control)
+    assert max(losses.values()) - min(losses.values()) < 0.1 < control - max(losses.values())
+
+
 @pytest.fixture
 def small_qlora(monkeypatch, tmp_path, text):
     config = headroom.nn.TransformerConfig(256, hidden_size=32, layers=2, heads=2, features=64)
