@@ -19,8 +19,8 @@ compared with AdamW's.
 
 Muon: beside torch's, with AdamW for embeddings, head, norms and biases in every row, and packed
 matrices left whole, as torch leaves them. Newton-Schulz makes all singular values about 1, so it
-amplifies what rounding leaves in the weak directions of the momentum: the control rounds it to 15
-equal steps for each matrix. At a learning rate of 1e-4 the control rounds bf16 weights to nearest.
+amplifies what rounding leaves in the weak directions of the momentum: the control keeps 2 bits of
+each element, with which it is -1, 0 or 1 times the largest of the matrix.
 
 A mode is close if its mean over the seeds differs from that of the setting's first mode by no more
 than the seeds of the first mode differ from each other. With --out, runs that the file has already
@@ -107,9 +107,7 @@ HF_RULE = {
 
 @dataclass(frozen=True)
 class Coarse(rungs.Rung):
-    """Rounds the momentum of matrices to `steps` equal steps on either side of zero."""
-
-    steps: int = 7
+    """Rounds the momentum of each matrix to -1, 0 or 1 times its largest element."""
 
 
 # One learning rate for both: matrices are stepped as far as AdamW would.
@@ -124,8 +122,7 @@ TORCH_MUON = replace(
     optimizer="torch_muon.TorchMuon",
     options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw"},
 )
-MUON_NEAREST = bf16(MUON, state_dtype=torch.float32)
-COARSE = "Muon, momentum in 4 bits"
+COARSE = "Muon, momentum in 2 bits"
 MUONS = {
     "torch's Muon, f32": TORCH_MUON,
     "Muon, f32": MUON,
@@ -134,11 +131,6 @@ MUONS = {
     "Muon8bit, bf16, remainder16": bf16(MUON8BIT, master="remainder16"),
     COARSE: Coarse(**vars(MUON)),
 }
-MUON_WEIGHTS = {
-    "torch's Muon, f32": TORCH_MUON,
-    "Muon8bit, bf16, remainder16": MUONS["Muon8bit, bf16, remainder16"],
-    NEAREST: MUON_NEAREST,
-}
 SETTINGS = {
     "as they are": Setting(BIT8),
     "heavy-tailed": Setting(BIT8, worse=("8-bit, code 0 allowed",), sigma=2.0),
@@ -146,7 +138,6 @@ SETTINGS = {
     "Adafactor, torch's rule, lr 3e-3": Setting(TORCH_RULE, lr=1e-4),
     "Adafactor, transformers' rule, lr 1e-4": Setting(HF_RULE, lr=1e-4),
     "Muon": Setting(MUONS, worse=(COARSE,)),
-    "Muon, bf16 weights, lr 1e-4": Setting(MUON_WEIGHTS, worse=(NEAREST,), lr=1e-4),
 }
 
 
@@ -160,18 +151,18 @@ class ChangedRun(Run):
         if sigma:
             self.optimizer.register_step_pre_hook(lambda *_: self.widen(sigma))
         if isinstance(self.rung, Coarse):
-            self.optimizer.register_step_post_hook(lambda *_: self.coarsen(self.rung.steps))
+            self.optimizer.register_step_post_hook(lambda *_: self.coarsen())
 
     def widen(self, sigma: float) -> None:
         for param in self.model.parameters():
             z = torch.randn(param.shape, generator=self.noise)
             param.grad.mul_(torch.exp(sigma * z))
 
-    def coarsen(self, steps: int) -> None:
+    def coarsen(self) -> None:
         for state in self.optimizer.state.values():
             if (moment := state.get("momentum_buffer")) is not None:
-                step = moment.abs().max().clamp(min=1e-30) / steps
-                moment.div_(step).round_().mul_(step)
+                largest = moment.abs().max().clamp(min=1e-30)
+                moment.div_(largest).round_().mul_(largest)
 
 
 def held_out(
