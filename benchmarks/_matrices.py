@@ -35,17 +35,21 @@ def matrix_cases(
     by_torch: Callable[..., Any],
     device: torch.device,
     quick: bool,
+    bars: dict[str, float],
     of: str = "",
 ) -> list[Case]:
-    """Returns a case for each dtype, and one with tall matrices turned."""
+    """Returns a case for each dtype, and one with tall matrices turned. `bars` has the ratio that
+    each aims at, by its name."""
     matrices, shapes = matrices_of(device, quick)
-    bar = Bar("ratio", 1.5, "cpu")
     cases = []
     for dtype, word in ((F32, "f32"), (BF16, "bf16")):
         data = lists(shapes, dtype)
-        contenders = {"headroom": headroom, "torch": by_torch}
-        turned = {"headroom": partial(headroom, turned=True), "torch": by_torch}
+        makes = {"headroom": headroom, "torch": by_torch}
+        turned = {name: partial(make, turned=True) for name, make in makes.items()}
         what = f"{matrices}, {word}{of}"
-        cases.append(list_case(word, what, data, contenders, bar))
-        cases.append(list_case(f"{word}-turned", f"{what}, tall ones turned", data, turned, bar))
+        for name, text, chosen in (
+            (word, what, makes),
+            (f"{word}-turned", f"{what}, tall ones turned", turned),
+        ):
+            cases.append(list_case(name, text, data, chosen, Bar("ratio", bars[name], "cpu")))
     return cases

@@ -28,11 +28,10 @@ def gpt(layers: int, width: int) -> Shapes:
 LARGE = ((1024, 1024),) * 4 + ((2048, 1024),) * 2
 
 # What to aim at, with products in bfloat16 as users get them. torch takes a matrix at a time, which
-# costs more than the products at width 64. At 128 and 256 it reaches 40 and 85 % of the rate
-# of large products, so the same operations take at least 0.40 and 0.85 of its time, and two thirds
-# of that if all symmetric products were half computed. With products in float32 its rate is two
-# thirds at width 64, and above 85 % from there.
-BARS = {64: 3.0, 128: 2.0, 256: 1.0}
+# costs more than the products at width 64. At 128 and 256 it reaches 51 and 86 % of the rate of
+# large products, so the same operations take at least 0.51 and 0.86 of its time. With products in
+# float32 it reaches above 80 % of it from width 128 on.
+BARS = {64: 3.0, 128: 1.5, 256: 1.0}
 
 
 def flops_of(shapes: Shapes) -> int:

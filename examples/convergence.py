@@ -19,8 +19,8 @@ compared with AdamW's.
 
 Muon: beside torch's, with AdamW for embeddings, head, norms and biases in every row, and packed
 matrices left whole, as torch leaves them. Newton-Schulz makes all singular values about 1, so it
-amplifies what rounding leaves in the weak directions of the momentum: the control keeps 2 bits of
-each element, with which it is -1, 0 or 1 times the largest of the matrix.
+amplifies what rounding leaves in the weak directions of the momentum. The control loses the signs
+of the momentum.
 
 A mode is close if its mean over the seeds differs from that of the setting's first mode by no more
 than the seeds of the first mode differ from each other. With --out, runs that the file has already
@@ -106,8 +106,8 @@ HF_RULE = {
 
 
 @dataclass(frozen=True)
-class Coarse(rungs.Rung):
-    """Rounds the momentum of each matrix to -1, 0 or 1 times its largest element."""
+class Unsigned(rungs.Rung):
+    """Loses the signs of the momentum of matrices in each step, as an unsigned map would."""
 
 
 # One learning rate for both: matrices are stepped as far as AdamW would.
@@ -122,14 +122,14 @@ TORCH_MUON = replace(
     optimizer="torch_muon.TorchMuon",
     options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw"},
 )
-COARSE = "Muon, momentum in 2 bits"
+UNSIGNED = "Muon, momentum without signs"
 MUONS = {
     "torch's Muon, f32": TORCH_MUON,
     "Muon, f32": MUON,
     "Muon8bit, f32": MUON8BIT,
     "Muon, bf16, remainder16": bf16(MUON, master="remainder16"),
     "Muon8bit, bf16, remainder16": bf16(MUON8BIT, master="remainder16"),
-    COARSE: Coarse(**vars(MUON)),
+    UNSIGNED: Unsigned(**vars(MUON)),
 }
 SETTINGS = {
     "as they are": Setting(BIT8),
@@ -137,32 +137,31 @@ SETTINGS = {
     "bf16 weights, lr 1e-4": Setting(WEIGHTS, worse=(NEAREST,), lr=1e-4),
     "Adafactor, torch's rule, lr 3e-3": Setting(TORCH_RULE, lr=1e-4),
     "Adafactor, transformers' rule, lr 1e-4": Setting(HF_RULE, lr=1e-4),
-    "Muon": Setting(MUONS, worse=(COARSE,)),
+    "Muon": Setting(MUONS, worse=(UNSIGNED,)),
 }
 
 
 class ChangedRun(Run):
-    """A run whose optimizer sees gradients of a wider distribution, or keeps its momentum in fewer
-    bits."""
+    """A run whose optimizer sees gradients of a wider distribution, or whose momentum has no
+    signs."""
 
     def __init__(self, *args: object, sigma: float):
         super().__init__(*args)
         self.noise = torch.Generator().manual_seed(self.seed)
         if sigma:
             self.optimizer.register_step_pre_hook(lambda *_: self.widen(sigma))
-        if isinstance(self.rung, Coarse):
-            self.optimizer.register_step_post_hook(lambda *_: self.coarsen())
+        if isinstance(self.rung, Unsigned):
+            self.optimizer.register_step_post_hook(lambda *_: self.lose_signs())
 
     def widen(self, sigma: float) -> None:
         for param in self.model.parameters():
             z = torch.randn(param.shape, generator=self.noise)
             param.grad.mul_(torch.exp(sigma * z))
 
-    def coarsen(self) -> None:
+    def lose_signs(self) -> None:
         for state in self.optimizer.state.values():
-            if (moment := state.get("momentum_buffer")) is not None:
-                largest = moment.abs().max().clamp(min=1e-30)
-                moment.div_(largest).round_().mul_(largest)
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].abs_()
 
 
 def held_out(
