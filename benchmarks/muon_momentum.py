@@ -96,8 +96,8 @@ def codes_case(device: torch.device, quick: bool) -> Case:
             ADAMW8BIT: partial(adamw8bit.headroom_op, adamw.rotation(device), adamw.bytes_moved),
         }
 
-    # AdamW8bit moves twice the bytes, and finds codes of two moments: codes, and not the memory, take
-    # the time of both.
+    # AdamW8bit moves twice the bytes, and finds codes of two moments. Codes, and not the memory,
+    # take the time of both.
     bars = [Share("time", "headroom", ADAMW8BIT, 1.0, "cpu"), Bar("ratio", 1.0, "cpu")]
     return Case("8bit", f"{what}, f32 gradients, codes", setup, "torch", own.bytes_moved, bars=bars)
 
