@@ -1,7 +1,7 @@
 /*
- * newton_schulz.h: what orthogonalization needs besides products: matrices scaled by their norms, and
- * a multiple of the identity that is added, and on the CPU halves of symmetric products. The iteration is documented at hr_newton_schulz in
- * headroom.h.
+ * newton_schulz.h: what orthogonalization needs besides products: matrices scaled by their norms, a
+ * multiple of the identity that is added, and on the CPU halves of symmetric products. The iteration
+ * is documented at hr_newton_schulz in headroom.h.
  */
 #ifndef HR_NEWTON_SCHULZ_H
 #define HR_NEWTON_SCHULZ_H

@@ -51,8 +51,7 @@ hr_status newton_schulz_shift_cpu(const newton_schulz_shift *args)
 
 /* ---- Halves of symmetric matrices ------------------------------------------------------------ */
 
-#define SIDE \
-    32 /* of a tile that goes through the first-level cache, of which a block has several */
+#define SIDE 32 /* of a tile, which the first-level cache holds; blocks have several */
 
 /* Rows [row, row + rows) of a matrix, from column `first` on, from what is below the diagonal. */
 #define MIRROR(NAME, WORD)                                                              \
