@@ -20,7 +20,12 @@ SMALL = 4 << 10  # bytes of one whose latency is
 
 
 def paged_step(
-    pieces: Sequence[int], step_seconds: float, link: Link, slots: int = 3, copies: int = 1
+    pieces: Sequence[int],
+    step_seconds: float,
+    link: Link,
+    slots: int = 3,
+    copies: int = 1,
+    before: Sequence[float] = (),
 ) -> Schedule:
     """Returns the schedule of an optimizer step whose states pass through a ring.
 
@@ -29,6 +34,8 @@ def paged_step(
         step_seconds: of all pieces together.
         slots: of the ring.
         copies: of each piece, in each direction.
+        before: the seconds that the device computes before it steps each piece, such as those of
+            the backward pass that the gradients come from which are released then.
     """
     schedule, total = Schedule(link), sum(pieces) or 1
     arrived: list[int] = []
@@ -45,6 +52,8 @@ def paged_step(
         for ahead in range(len(arrived), min(i + slots, len(pieces))):
             free = stored[ahead - slots : ahead - slots + 1] if ahead >= slots else []
             arrived.append(copied("up", pieces[ahead], free))
+        if before:
+            schedule.compute(before[i])
         stepped = schedule.compute(step_seconds * size / total, [arrived[i]])
         stored.append(copied("down", size, [stepped]))
     return schedule

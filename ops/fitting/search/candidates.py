@@ -223,7 +223,8 @@ class Candidates:
                 accumulation=min(2, choice.micro_batches),  # the second is like all that follow
                 starts_short=True,  # the first step is there to leave behind what later ones find
                 release=choice.release and bucket_of(step.model, choice.dtype),
-                offload=choice.state_budget if choice.offload else None,
+                offload=choice.offload or None,
+                state_budget=choice.state_budget,
                 dtype=choice.dtype,
             )
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...host.engines import engine_of
 from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
 from ...param_states.paging import planned_paging
 from ...patching.losses import has_fused_loss, knows_loss
@@ -164,13 +165,14 @@ def techniques_of(
         choices.append(choice)
         if count == 1 and _can_release(step, optimizer):
             choices.append(choice.but(release=True))
-    budgets = {
-        key: _state_budgets(optimizer, on_host, given) for key, optimizer in optimizers.items()
+    places = {
+        key: _places_of_state(optimizer, step.device, on_host, given)
+        for key, optimizer in optimizers.items()
     }
     choices += [
-        choice.but(offload=True, state_budget=budget)
+        choice.but(offload=place, state_budget=budget)
         for choice in choices
-        for budget in budgets[choice.optimizer, choice.weights]
+        for place, budget in places[choice.optimizer, choice.weights]
     ]
     choices += [choice.but(frozen=each) for each in formats if layers for choice in choices]
     choices.sort(key=lambda choice: choice.micro_batches)
@@ -190,17 +192,22 @@ def techniques_of(
     return replace(every, optimizers=optimizers, choices=tuple(left))
 
 
-def _state_budgets(optimizer: Any, on_host: bool, given: Choice | None) -> dict[int, None]:
-    """Returns how many bytes of a state may stay on the device, with those of the ring, if the
-    others lie on the host."""
-    budgets = [given.state_budget] if given is not None and given.offload else []
-    if not (on_host or budgets) or not can_offload(optimizer):
-        return {}
+def _places_of_state(
+    optimizer: Any, device: torch.device | None, on_host: bool, given: Choice | None
+) -> list[tuple[str, int]]:
+    """Returns how a state can lie on the host: what happens there, and how many bytes of it may
+    stay on the device, with those of the ring."""
+    found = [(given.offload, given.state_budget)] if given is not None and given.offload else []
+    if not (on_host or found) or not can_offload(optimizer):
+        return []
     if on_host:
         memory = planned_paging(optimizer, 0)
         shares = (memory.ring + round(share * memory.host) for share in SHARES)
-        budgets += [0, *(size for size in shares if planned_paging(optimizer, size).host)]
-    return dict.fromkeys(budgets)
+        budgets = [0, *(size for size in shares if planned_paging(optimizer, size).host)]
+        found += [("state", budget) for budget in budgets]
+        if device is not None and engine_of(device).is_asynchronous:
+            found.append(("step", 0))  # elsewhere the host is the device
+    return list(dict.fromkeys(found))
 
 
 def _can_release(step: Step, optimizer: Any) -> bool:
