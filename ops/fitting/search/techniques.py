@@ -121,7 +121,7 @@ def _values(choices: Sequence[Choice], name: str) -> list[Any]:
 
 
 def _one_of(values: Collection[Any]) -> str:
-    return f"one of {', '.join(map(str, values))}"
+    return f"one of {', '.join(str(value) or repr(value) for value in values)}"
 
 
 def techniques_of(

@@ -215,7 +215,7 @@ def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, host_budget=1024
         )
-    with pytest.raises(ValueError, match="has offload=.state., wanted one of ,"):
+    with pytest.raises(ValueError, match="has offload='state', wanted one of ''"):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice.but(optimizer="given")
         )
