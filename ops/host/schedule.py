@@ -117,6 +117,62 @@ def exposed_seconds(
     return blocks_step(kept_bytes_per_block, forward_seconds, backward_seconds, link).exposed
 
 
+def streamed_step(
+    weights: Sequence[int],
+    gradients: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    link: Link,
+    prefetch: int = 1,
+) -> Schedule:
+    """Returns the schedule of the forward and the backward pass of blocks whose weights come up
+    before each of them and whose gradients go down after it.
+
+    Args:
+        weights: the bytes of each block that are on the host; 0 where they stay on the device.
+        gradients: the bytes of each that go to the host; 0 where all is frozen, or stays.
+        forward, backward: the seconds of each, with what is computed again.
+        prefetch: how many blocks ahead a copy begins.
+    """
+    schedule = Schedule(link)
+    ahead = prefetch if link.is_asynchronous else 0
+    loaded: dict[int, int] = {}  # copies by the blocks in slots, the one used longest ago first
+
+    def load(i: int) -> None:
+        if not weights[i]:
+            return
+        if i in loaded:
+            loaded[i] = loaded.pop(i)
+            return
+        if len(loaded) > ahead:
+            del loaded[next(iter(loaded))]
+        loaded[i] = schedule.copy("up", weights[i], schedule.mark())
+
+    streamed = [i for i, size in enumerate(weights) if size]
+
+    def visit(i: int, seconds: float, way: int) -> int:
+        load(i)
+        if weights[i]:
+            place = streamed.index(i)
+            for j in range(place + way, place + way * (ahead + 1), way):
+                if 0 <= j < len(streamed):
+                    load(streamed[j])
+        return schedule.compute(seconds, [loaded[i]] if i in loaded else [])
+
+    for i, seconds in enumerate(forward):
+        visit(i, seconds, 1)
+        if i in loaded:
+            schedule.sync(loaded[i])  # the host may write the weights when a block has returned
+    down: int | None = None
+    for i in reversed(range(len(backward))):
+        computed = visit(i, backward[i], -1)
+        if gradients[i]:
+            if down is not None:
+                computed = schedule.compute(0, [down])  # those of one block wait on the device
+            down = schedule.copy("down", gradients[i], [computed])
+    return schedule
+
+
 # ---- what a link can do --------------------------------------------------------------------------
 
 _links: dict[torch.device, Link] = {}
