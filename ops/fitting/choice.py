@@ -42,6 +42,8 @@ class Choice:
             runs there, too, and "" where neither does.
         state_budget: the bytes of a "state" that stay on the device, with those of the ring that
             the rest passes through; 0: only the ring.
+        weights_host: of so many blocks, from the first on, the weights lie on the host, and are
+            fetched for each pass.
         fused_loss: whether a language model computes its loss without logits.
     """
 
@@ -54,6 +56,7 @@ class Choice:
     offload: str = ""
     state_budget: int = 0
     frozen: str = "given"
+    weights_host: int = 0
 
     def but(self, **changes: Any) -> Choice:
         """Returns the choice with some fields replaced."""
@@ -70,6 +73,7 @@ class Choice:
             + self.release
             + self.fused_loss
             + bool(self.offload)
+            + bool(self.weights_host)
         )
 
     @property
@@ -138,6 +142,8 @@ class Choice:
         if self.offload:
             stays = f" but {format_bytes(self.state_budget)}" if self.state_budget else ""
             parts.append(f"{self.offload} on the host{stays}")
+        if self.weights_host:
+            parts.append(f"weights of {self.weights_host} blocks on the host")
         parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
         return ", ".join(parts) or "as it is"
 

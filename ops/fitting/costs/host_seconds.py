@@ -41,3 +41,23 @@ def hosted_seconds(
     shares = [step_seconds * size / max(1, sum(pieces)) for size in pieces]
     sizes_of_buckets = [(size, size) for size in pieces]
     return hosted_step(sizes_of_buckets, shares, link, ready if within_backward else ()).exposed
+
+
+def streamed_seconds(
+    blocks: Sequence[BlockCosts],
+    levels: Sequence[str],
+    weights: Sequence[int],
+    trained: Sequence[int],
+    link: Link,
+) -> float:
+    """Returns the seconds that one pass takes longer whose blocks fetch their weights.
+
+    Args:
+        blocks: in the order of the forward pass.
+        levels: of each.
+        weights: the bytes of each that are on the host.
+        trained: the bytes of the gradients of each that go there.
+    """
+    costs = [block.levels[level] for block, level in zip(blocks, levels, strict=True)]
+    forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
+    return streamed_step(weights, trained, forward, backward, link).exposed

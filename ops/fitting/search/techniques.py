@@ -19,9 +19,9 @@ from ...step.description import Step
 from ...step.micro_batches import can_cut, counts, mixes_samples
 from ..choice import ALLOWABLE, FORMATS, Choice
 
-OF_STATE = ("offload", "state_budget")
-FIELDS = ("optimizer", "weights", "frozen", "fused_loss", "micro_batches", "release", *OF_STATE)
-SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device
+ON_HOST = ("offload", "state_budget", "weights_host")
+FIELDS = ("optimizer", "weights", "frozen", "fused_loss", "micro_batches", "release", *ON_HOST)
+SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device, or of blocks
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
 
@@ -173,6 +173,13 @@ def techniques_of(
         choice.but(offload=place, state_budget=budget)
         for choice in choices
         for place, budget in places[choice.optimizer, choice.weights]
+    ]
+    counts_streamed = _counts_streamed(step, on_host, given)
+    choices += [
+        choice.but(weights_host=count)
+        for choice in choices
+        for count in counts_streamed
+        if can_stream(choice)
     ]
     choices += [choice.but(frozen=each) for each in formats if layers for choice in choices]
     choices.sort(key=lambda choice: choice.micro_batches)
