@@ -67,6 +67,39 @@ def paged_step_seconds(
     return step_seconds + paged_step(pieces_bytes, step_seconds, link, slots, copies).exposed
 
 
+def hosted_step(
+    buckets: Sequence[tuple[int, int]],
+    step_seconds: Sequence[float],
+    link: Link,
+    ready: Sequence[float] = (),
+    slots: int = 3,
+) -> Schedule:
+    """Returns the schedule of an optimizer step on the host: gradients go down, the host steps, and
+    weights go up, one bucket after the other. Its ``exposed`` is how much later than the backward
+    pass the device has all weights.
+
+    Args:
+        buckets: the bytes of the gradients and of the weights of each.
+        step_seconds: of each, on the host.
+        ready: when the gradients of each are there, in seconds from the beginning of the backward
+            pass, in rising order. Empty: all are, before the step.
+        slots: for gradients on the host. A bucket goes down when the step that used its slot has
+            ended.
+    """
+    schedule, now, stepped, weights = Schedule(link), 0.0, list[int](), list[int]()
+    for i, ((grad_bytes, weight_bytes), seconds) in enumerate(zip(buckets, step_seconds)):
+        computed: list[int] = []
+        if ready:
+            computed = [schedule.compute(ready[i] - now)]
+            now = ready[i]
+        free = stepped[i - slots : i - slots + 1] if i >= slots else []
+        arrived = schedule.copy("down", grad_bytes, [*computed, *free])
+        stepped.append(schedule.on_host(seconds, [arrived]))
+        weights.append(schedule.copy("up", weight_bytes, [stepped[-1]]))
+    schedule.compute(0, weights)  # what comes next reads them
+    return schedule
+
+
 def blocks_step(
     kept: Sequence[int], forward: Sequence[float], backward: Sequence[float], link: Link
 ) -> Schedule:
