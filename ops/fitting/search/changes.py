@@ -142,6 +142,8 @@ def peak_by_kind(
         found["optimizer_state"] = memory.resident + memory.ring
     elif is_headroom(optimizer):
         found["optimizer_state"] = state_bytes(optimizer)
+    if candidate.planned is None:
+        found["parameters"] += candidates.streamed(candidate.choice).device
     found["device"] = outline.plan.device_share.bytes
     left = max(0, peak - sum(found.values()))
     in_step = peak - found["device"] <= outline.floor  # of the optimizer, or around the blocks

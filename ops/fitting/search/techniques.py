@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ...host.arena import default_arena
 from ...host.engines import engine_of
 from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
 from ...param_states.paging import planned_paging
+from ...patching.levels import Blocks
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
@@ -174,12 +176,11 @@ def techniques_of(
         for choice in choices
         for place, budget in places[choice.optimizer, choice.weights]
     ]
-    counts_streamed = _counts_streamed(step, on_host, given)
     choices += [
         choice.but(weights_host=count)
         for choice in choices
-        for count in counts_streamed
-        if can_stream(choice)
+        for count in _counts_streamed(step, on_host, given)
+        if not choice.state_budget  # whose room weights would take
     ]
     choices += [choice.but(frozen=each) for each in formats if layers for choice in choices]
     choices.sort(key=lambda choice: choice.micro_batches)
@@ -207,14 +208,27 @@ def _places_of_state(
     found = [(given.offload, given.state_budget)] if given is not None and given.offload else []
     if not (on_host or found) or not can_offload(optimizer):
         return []
+    assert device is not None
     if on_host:
         memory = planned_paging(optimizer, 0)
         shares = (memory.ring + round(share * memory.host) for share in SHARES)
         budgets = [0, *(size for size in shares if planned_paging(optimizer, size).host)]
         found += [("state", budget) for budget in budgets]
-        if device is not None and engine_of(device).is_asynchronous:
+        if engine_of(device).is_asynchronous:
             found.append(("step", 0))  # elsewhere the host is the device
     return list(dict.fromkeys(found))
+
+
+def _counts_streamed(step: Step, on_host: bool, given: Choice | None) -> list[int]:
+    """Returns of how many blocks the weights can lie on the host. On a CPU, where host and device
+    are one, that is worth it if the arena is in a file."""
+    found = [given.weights_host] if given is not None and given.weights_host else []
+    device = step.device
+    assert device is not None
+    if on_host and (engine_of(device).is_asynchronous or default_arena().file is not None):
+        blocks = len(Blocks(step.model).names)
+        found += [round(share * blocks) for share in (*SHARES, 1)]
+    return [count for count in dict.fromkeys(found) if count > 0]
 
 
 def _can_release(step: Step, optimizer: Any) -> bool:

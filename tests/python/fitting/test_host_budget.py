@@ -9,12 +9,14 @@ import pytest
 import torch
 from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.costs import measure
+from headroom.fitting.costs.block_costs import BlockCosts, LevelCost, Measured
+from headroom.fitting.costs.on_host import hosted_seconds, streamed
 from headroom.fitting.ranks import RankError
-from headroom.fitting.search import candidates
+from headroom.fitting.search import candidates, techniques
 from headroom.fitting.search.techniques import techniques_of
 from headroom.host import HostMemoryError, arena, default_arena, trim
 from headroom.host.engine import Inline
-from headroom.host.schedule import Link
+from headroom.host.schedule import Link, streamed_step
 from headroom.nn import Transformer, TransformerConfig
 from headroom.param_states.paging import paged
 
@@ -61,7 +63,9 @@ def fit(trained, budget, host_budget, **options):
 
 
 def is_on_host(choice):
-    return choice.offload or any(level.endswith("@host") for level in choice.levels)
+    return bool(choice.offload or choice.weights_host) or any(
+        level.endswith("@host") for level in choice.levels
+    )
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -319,13 +323,84 @@ def test_the_price_of_a_paged_step(monkeypatch):
     made = candidates.Candidates(techniques_of(step, on_host=True), None)
     whole = Choice(optimizer="headroom", offload="state")
     host = made.paged(whole).host
-    assert made._seconds_of_step(Choice(optimizer="headroom")) == 1e-3
-    found = made._seconds_of_step(whole)
+    assert made._seconds_of_step(Choice(optimizer="headroom"), Measured()) == 1e-3
+    found = made._seconds_of_step(whole, Measured())
     assert host / 1e6 < found < 1.5 * host / 1e6  # the pieces go up one after another
     budgets = sorted(c.state_budget for c in made.techniques.choices if c.offload)
-    part = made._seconds_of_step(whole.but(state_budget=budgets[-1]))
+    part = made._seconds_of_step(whole.but(state_budget=budgets[-1]), Measured())
     assert 1e-3 < part < 0.9 * found and budgets[0] == 0
     assert all(made.paged(whole.but(state_budget=budget)).host > 0 for budget in budgets)
+
+
+@pytest.fixture
+def slow_link(monkeypatch):
+    """Stands for a device whose copies run beside what it computes, at 1 GB/s."""
+    link = Link(1e9, 1e9, 0.0)
+    for module in (techniques, candidates, measure, paged):
+        monkeypatch.setattr(module, "engine_of", lambda device: Asynchronous())
+    for module in (candidates, measure, paged):
+        monkeypatch.setattr(module, "measured_link", lambda device: link)
+    return link
+
+
+def test_what_the_host_can_do_for_a_device(slow_link):
+    step = step_of(model_of(8), batch_of(), cross_entropy)
+    step = step.but(optimizer=headroom.optim.AdamW8bit(step.model.parameters()))
+    found = techniques_of(step, on_host=True).choices
+    assert {choice.offload for choice in found} == {"", "state", "step"}
+    assert {choice.weights_host for choice in found} == {0, 2, 4, 6, 8}
+    assert not any(choice.weights_host and choice.state_budget for choice in found)
+    assert not any(is_on_host(choice) for choice in techniques_of(step).choices)
+
+
+def block_of(weights, gradients, forward=2.0, backward=3.0):
+    cost = LevelCost(10, 70, 60, 50, 0, forward, backward)
+    return BlockCosts("block", 0, {"L5": cost}, gradients, gradients, weights)
+
+
+def test_the_bytes_and_seconds_of_weights_on_the_host():
+    blocks = Measured([block_of(100, 40) for _ in range(4)])
+    link = Link(50.0, 50.0, 0.0)  # a block's weights take as long as its forward pass
+    found = streamed(blocks, 3, link)
+    assert found.device == 2 * 100 - 3 * 100  # two slots
+    assert (found.gradients, found.host) == (3 * 40, 3 * 140)
+    # The first fetch is waited for, and so is the one that the last block leaves no time for.
+    assert found.seconds == streamed_step([100] * 3 + [0], [40] * 3 + [0], [2.0] * 4, [3.0] * 4,
+                                          link).exposed >= 2.0  # fmt: skip
+    first, *_, last = found.measured.blocks
+    assert first.levels["L5"].backward == 60 and first.gradients == 0
+    assert last == blocks.blocks[-1]
+    inline = streamed(blocks, 3, link._replace(is_asynchronous=False))
+    assert inline.device == 100 - 300 and inline.seconds >= (2 * 300 + 120) / 50
+    assert streamed(blocks, 0, link)[1:] == (0, 0, 0, 0)
+
+
+def test_a_step_on_the_host_hides_behind_the_backward_pass_only_if_it_is_released():
+    blocks, link = [block_of(100, 100) for _ in range(4)], Link(100.0, 100.0, 0.0)
+    waits = hosted_seconds(blocks, 450, 4.5, link, False)
+    assert waits == pytest.approx(1 + 4.5 + 0.5)  # down, the steps behind one another, and up
+    hides = hosted_seconds(blocks, 450, 4.5, link, True)
+    assert hides == pytest.approx(1 + 1 + 1 + 0.5)  # of the first block, and of the embedding
+    assert hosted_seconds([], 0, 0.0, link, True) == 0
+
+
+def test_where_copies_run_beside_weights_and_steps_leave(slow_link, monkeypatch):
+    """By estimates, which a plan confirms before a choice is made."""
+    seconds = {"cpu": 1e-4}
+    monkeypatch.setattr(candidates, "optimizer_seconds", lambda o, device, **_: seconds["cpu"])
+    model, batch = model_of(8), batch_of()
+    ladder = headroom.ladder(model, batch, loss=cross_entropy, host_budget="1 GiB")
+    bare = headroom.ladder(model, batch, loss=cross_entropy)
+    leanest = ladder.points[0]
+    assert leanest.choice.weights_host == 8 and leanest.choice.offload
+    assert leanest.peak < 0.7 * bare.points[0].peak
+    weights = sum(p.nbytes for block in model.blocks for p in block.parameters())
+    assert leanest.host > 2 * weights
+    # Within a host budget that has room for two blocks, no more of them leave.
+    search = ladder._search.with_techniques(ladder._search.candidates.techniques, None)
+    search.candidates.host_room = leanest.host // 2
+    assert all(point.host <= leanest.host // 2 for point in search.frontier())
+    assert any("weights of" in point.title for point in ladder.points)
 
 
 # ---- while it trains ----------------------------------------------------------------------------
