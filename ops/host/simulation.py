@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-
 QUEUES = ("compute", "up", "down", "host")
 
 
