@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 BLOCK_BYTES = 8192
 
 SHIFT = 29  # of the upper bits: a sign comes to lie below the middle of the word
-AT_A_TIME = 256  # blocks whose words are mixed in memory of their own, which stays in the cache
+# Blocks whose words are mixed in memory of their own, which stays in the cache of a processor.
+AT_A_TIME = 256
+AT_A_TIME_ON_A_DEVICE = 4096  # where every group is a handful of launches
 FACTOR = 6364136223846793005  # Knuth's for MMIX; its powers repeat after 2 ** 62 only
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -52,7 +54,8 @@ def checksums(x: Tensor) -> Tensor | None:
         block = BLOCK_BYTES // words.element_size()
         whole = words.numel() // block * block
         weights = torch.full((block,), FACTOR, device=x.device).cumprod(0)
-        sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(AT_A_TIME)]
+        count = AT_A_TIME if x.device.type == "cpu" else AT_A_TIME_ON_A_DEVICE
+        sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(count)]
         if whole < words.numel():
             tail = words[whole:].unsqueeze(0)
             sums.append(_sums(tail, weights[: tail.numel()]))
