@@ -4,7 +4,9 @@ what a step copies."""
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,15 @@ from .._core.overlap import laid_out
 from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
+from ..param_states.paging.hosted import Hosting, Turn
+from ..param_states.paging.hosted_parts import Slots, divided
 from ..param_states.paging.paged import Paging, block_size_of
 from ..param_states.paging.parts import copied_bytes
 from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
+
+
+_KINDS = {"gradients": "gradients", "weights": "parameters"}  # of slabs; others are of states
 
 
 class PlannedPaging(Paging):
@@ -62,6 +69,68 @@ class _Holding:
         return [(self._bucket, self._grads.clear)]
 
 
+class PlannedHosting(Hosting):
+    """Counts what a step on the host copies, whose parts are not made either."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._count = 0  # of the parts of the latest bucket
+        self._leaving: deque[tuple[int, list[Tensor]]] = deque()  # parts, and their gradients
+
+    def engine_of(self, device: torch.device) -> Engine:
+        return self.arena
+
+    def _parts(
+        self,
+        bucket: Bucket,
+        homes: list[Any],
+        slots: Slots,
+        is_cut: list[bool],
+        block_size: int,
+    ) -> list[Any]:
+        self._count = len(divided(bucket.grads, slots.slot_bytes, is_cut))
+        return []
+
+    def _with(self, run: Turn, steps: Calls) -> Calls:
+        return [(run.bucket, partial(self._leave, run, self._count))]
+
+    def _leave(self, turn: Turn, parts: int) -> None:
+        """Lets gradients go down, which stay on the device as long as there are slots for more."""
+        self._checked(turn)
+        bucket = turn.bucket
+        if turn.packed is not None:
+            self.arena.bytes_down += parts * turn.packed.nbytes
+        self.arena.bytes_down += sum(grad.nbytes for grad in bucket.grads)
+        self._leaving.append((parts, bucket.grads))
+        turn.bucket = bucket._replace(grads=[])
+        held = len(turn.slots.slots) if self.arena.is_asynchronous else 0
+        while sum(parts for parts, _ in [*self._leaving][1:]) >= held and self._leaving:
+            self._leaving.popleft()
+        if turn.firsts is None:
+            self._arrive(turn)
+        else:
+            self._made.append(turn)
+
+    def _arrive(self, turn: Turn) -> None:
+        for param, home in zip(turn.bucket.params, turn.homes):
+            self.arena.bytes_up += param.nbytes
+            self._brought.append((param, home))
+
+    def finish(self) -> None:
+        self._leaving.clear()
+        super().finish()
+
+    def commit(self) -> None:
+        made, self._made = self._made, []
+        for turn in made:
+            self._arrive(turn)
+        self.finish()
+
+    def made_again(self, clip_coef: Tensor) -> Calls:
+        self.commit()
+        return []
+
+
 class PlannedHost(Inline):
     """Counts slabs that have no memory, and copies that copy nothing: an arena and an engine.
 
@@ -78,11 +147,11 @@ class PlannedHost(Inline):
         self._recorder, self._mode = recorder, mode
 
     def take(self, size: int, *, kind: str, owner: str, device: torch.device) -> Tensor:
-        """Returns a fake of a slab for the states of an optimizer."""
+        """Returns a fake of a slab."""
         with _disable_current_modes(), self._mode:
             slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._recorder.manage(slab)  # and it never appears on the device
-        self._allocate(slab, "optimizer_state", owner)
+        self._allocate(slab, _KINDS.get(kind, "optimizer_state"), owner)
         return slab
 
     def _take_for_blocks(self, size: int, device: torch.device) -> Tensor:

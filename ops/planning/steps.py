@@ -74,7 +74,7 @@ class Steps:
         """Spreads the model over ranks."""
 
     def offload(self, what: str, budget: int) -> None:
-        """Keeps the state of the optimizer on the host, but for so many bytes, or steps it there."""
+        """Keeps the state on the host, but for so many bytes, or steps it there."""
         begin(self.optimizer, what, budget or None)
 
     def begin(self, phase: str) -> None:

@@ -19,13 +19,16 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._core.randomness import Random, generators_kept
+from ..host.checksums import sums_of
 from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
 from ..optim.muon.cost import warn_if_slow
-from ..param_states.paging.handle import check as check_offload
+from ..param_states.paging import hosted
+from ..param_states.paging.handle import is_stepped_there
+from ..param_states.paging.hosted import Hosting
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..step.description import Step
 from ..step.errors import PlanError
@@ -36,7 +39,7 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
-from .on_host import PlannedHost, PlannedPaging
+from .on_host import PlannedHost, PlannedHosting, PlannedPaging
 from .ours import fakes_overwritten
 from .probe import unasked
 from .recorder import Recorder
@@ -76,6 +79,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
+        stack.enter_context(mock.patch.object(hosted, "checksums", sums_of))
         stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
         run.prepare()
@@ -127,10 +131,10 @@ class _Traced(Steps):
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
 
-    def offload(self, budget: int) -> None:
+    def offload(self, what: str, budget: int) -> None:
         optimizer = headroom_optimizer(self.optimizer, "offload")
-        check_offload(optimizer)
-        optimizer.paging = PlannedPaging(self.host, budget)
+        kind = PlannedHosting if is_stepped_there(optimizer, what) else PlannedPaging
+        optimizer.paging = kind(self.host, budget)
 
     def distribute(self) -> None:
         sharding = self.given.sharding
@@ -144,7 +148,8 @@ class _Traced(Steps):
     def prepare(self) -> None:
         super().prepare()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
-            planned = PlannedPaging(self.host, paging.budget, paging.bucket_bytes)
+            kind = PlannedHosting if isinstance(paging, Hosting) else PlannedPaging
+            planned = kind(self.host, paging.budget, paging.bucket_bytes)
             self.optimizer.paging = planned
             planned.adopt(self.optimizer)
         for x in tensors_in(self.given.batch):
