@@ -25,7 +25,6 @@ from ..param_states.paging.parts import copied_bytes
 from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
 
-
 _KINDS = {"gradients": "gradients", "weights": "parameters"}  # of slabs; others are of states
 
 
