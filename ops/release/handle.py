@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from .._core.randomness import generators_kept
 from .._core.ranks import fsdp_class
 from ..grad.accumulate import GradAccumulator
-from ..optim.base import Optimizer
+from ..optim.base import Optimizer, common_max_grad_norm
 from ..optim.master_weights import headroom_optimizer
+from ..param_states.paging import Hosting
 from ..param_states.plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
 from .engine import Engine
+from .speculating import Speculating
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
@@ -293,6 +295,9 @@ def _strategy(
         if clip is not None:
             raise ValueError("clip is for steps inside backward; with an accumulator, leave it out")
         return Accumulation(optimizer, accumulator)
+    is_exact = scaler is not None or common_max_grad_norm(optimizer.param_groups) is not None
+    if clip is None and is_exact and isinstance(optimizer.paging, Hosting):
+        return Speculating(optimizer, scaler)
     return CLIPS[clip](optimizer, scaler)
 
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +50,7 @@ from .paged import (
 GRADIENTS = "gradients"
 MAIL = 64  # bytes for the scalars of a bucket
 MAILS = 64  # of these at a time
+FLAGS = 4096  # parameters, in multiples of which there are flags
 
 
 class HostingMemory(NamedTuple):
@@ -58,16 +58,15 @@ class HostingMemory(NamedTuple):
 
     host: int  # of states and weights
     second: int  # of the second place that they have while a step may be taken back
-    gradients: int  # of the slots that gradients pass through
+    gradients: int  # of what gradients and scalars pass through
 
 
 class Check(NamedTuple):
     """Says which weights on a device are no longer those that the host has."""
 
-    ticket: Any
-    flags: Tensor | None  # on the host
-    numbers: dict[HostedHome, int]
-    differs: Tensor | None  # the same on the device
+    flags: Tensor  # on the host, where they arrive before the gradients do
+    numbers: dict[HostedHome, int]  # of the flags; what has none is to be fetched
+    differs: Tensor  # the flags on the device
 
 
 @dataclass(eq=False)
@@ -130,7 +129,7 @@ class Hosting(Paging):
 
     def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):
-            futures.wait([task.future])
+            task.future.exception()
         for home in getattr(self, "_seconds", {}).values():
             with contextlib.suppress(BaseException):
                 home.wait()
@@ -193,11 +192,13 @@ class Hosting(Paging):
 
     def memory(self, optimizer: Any) -> HostingMemory:
         """Returns the bytes in the arena, by what they are for."""
-        slots = sum(slots.slab.numel() for slots in self._all_slots.values())
+        passed = sum(slots.slab.numel() for slots in self._all_slots.values())
+        passed += sum(flags.numel() for flags in self._flags.values())
+        passed += MAIL * len(self._mails + self._lent)
         first, second = (
             sum(home.size for home in homes.values()) for homes in (self._homes, self._seconds)
         )
-        return HostingMemory(first, second, slots)
+        return HostingMemory(first, second, passed)
 
     def _take(self, size: int, kind: str, optimizer: Any, device: torch.device) -> Tensor:
         return self.arena.take(size, kind=kind, owner=type(optimizer).__name__, device=device)
@@ -363,33 +364,31 @@ class Hosting(Paging):
     def _checked(self, turn: Turn) -> Check:
         """Compares all weights on a device with those that the host has, once in a step."""
         device, engine = turn.device, turn.engine
-        if device not in self._checks:
-            known = [
-                (local_part(param), home)
-                for param, home in self._homes.items()
-                if home.sums is not None and param.device == device
-            ]
-            differs = [_differs(local, home) for local, home in known]
-            numbers = {home: i for i, (_, home) in enumerate(known)}
-            if not known:
-                self._checks[device] = Check(None, None, {}, None)
-                return self._checks[device]
-            flags = self._flags.get(device)
-            if flags is None or flags.numel() < len(known):
-                size = aligned(max(len(known), len(self._homes)), 4096)
-                flags = self._flags[device] = self._take(size, GRADIENTS, turn.optimizer, device)
-            there = torch.stack(differs).to(torch.uint8)
-            ticket = engine.down(flags[: len(known)], there, [engine.mark()])
-            self._checks[device] = Check(ticket, flags, numbers, there)
+        if device in self._checks:
+            return self._checks[device]
+        known = {
+            home: local_part(param)
+            for param, home in self._homes.items()
+            if home.sums is not None and param.device == device
+        }
+        flags = self._flags.get(device)
+        if flags is None or flags.numel() < len(known):
+            size = aligned(len(self._homes), FLAGS)
+            flags = self._flags[device] = self._take(size, GRADIENTS, turn.optimizer, device)
+        differs = torch.empty(len(known), dtype=torch.uint8, device=device)
+        compare(known, differs)
+        if known:
+            engine.down(flags[: len(known)], differs, [engine.mark()])
+        numbers = {home: i for i, home in enumerate(known)}
+        self._checks[device] = Check(flags, numbers, differs)
         return self._checks[device]
 
     @torch.no_grad()
     def _stepped(self, task: Task) -> None:
         """Steps a part, on the thread of the host."""
         turn, part, check = task.turn, task.part, task.check
-        for ticket in (task.ticket, None if check is None else check.ticket):
-            if ticket is not None:
-                turn.engine.sync(ticket)
+        if task.ticket is not None:
+            turn.engine.sync(task.ticket)
         task.grads = []
         for at in part.begins:
             home = turn.homes[at]
@@ -538,14 +537,15 @@ def note(brought: Sequence[tuple[Tensor, HostedHome]]) -> None:
         home.sums = checksums(local)
 
 
-def _differs(local: Tensor, home: HostedHome) -> Tensor:
-    now = checksums(local)
-    if now.shape != home.sums.shape:
-        return torch.ones((), dtype=torch.bool, device=local.device)
-    return (now != home.sums).any()
+def compare(known: Mapping[HostedHome, Tensor], differs: Tensor) -> None:
+    """Sets a flag for each of these weights on a device, if they are no longer those that the host
+    has."""
+    for (home, local), flag in zip(known.items(), differs):
+        now = checksums(local)
+        is_as_large = now.shape == home.sums.shape
+        flag.copy_((now != home.sums).any()) if is_as_large else flag.fill_(1)
 
 
 def _has_stepped(task: Task) -> bool:
     """Waits for a step, and returns whether it was made."""
-    futures.wait([task.future])
     return task.future.exception() is None
