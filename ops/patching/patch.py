@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from ..host.arena import HostArena
 from . import families, generic
 from .bitsandbytes import swap_bitsandbytes
 from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
-from .changes import Changes, restore
+from .changes import Changes, restore, undo
 from .losses import check_loss_options, swap_losses
 from .peft import swap_adapters
 from .report import PatchReport
+from .streaming import chosen_blocks, move_weights, stream_weights, streamed_blocks
 
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
 
@@ -27,6 +29,9 @@ def patch(
     rope: bool = True,
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
+    weights: Literal["host"] | Mapping[str | int, str] | None = None,
+    prefetch: int = 1,
+    host: HostArena | None = None,
 ) -> PatchReport:
     """Gives a model Headroom's norms and blocks with a dial, in place; layers of bitsandbytes the
     product :func:`headroom.functional.linear_quantized`; layers with adapters of PEFT the op
@@ -73,10 +78,12 @@ def patch(
     options = Options(norms=norms, glu=glu, rope=rope, checkpoint=checkpoint_options or {})
     loss_options = check_loss_options(loss)
     report, changes = PatchReport(model), Changes()
+    before = streamed_blocks(model)
     try:
         restore(model.named_modules(), changes)
         report.architecture, layers = repeated_layers(model)
         levels = chosen_levels(save, layers, model)
+        on_host = chosen_blocks(weights, layers, model)
         for layer, level in zip(layers, levels):
             layer.patch(level, options, changes, report)
             if isinstance(save, str) and level is None:
@@ -89,13 +96,19 @@ def patch(
         swap_adapters(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
+        streamed = stream_weights(model, on_host, prefetch, host, before, changes, report)
         if report.changed:
             call = {"save": dict(report.levels), "norms": norms, "glu": glu, "rope": rope}
             call |= {"loss": loss, "checkpoint_options": checkpoint_options}
+            if streamed:
+                where = dict.fromkeys(report.streamed, "host")
+                call |= {"weights": where, "prefetch": prefetch, "host": host}
             changes.set(model, CALL, call)
+        move_weights(streamed, before)
     except BaseException:
         changes.rollback()
         raise
+    changes.finish()
     return report
 
 
@@ -119,4 +132,4 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         RuntimeError: something else has replaced a ``forward`` since; nothing is changed.
     """
-    restore(model.named_modules(), Changes())
+    undo(model.named_modules())
