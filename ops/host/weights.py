@@ -348,7 +348,9 @@ class StreamedBlock:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy lies where its parameters were put, until it is called.
-        return {name: getattr(self, name) for name in ("module", "name", "stream", "stay", "device")}
+        return {
+            name: getattr(self, name) for name in ("module", "name", "stream", "stay", "device")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -574,7 +576,10 @@ class _Call:
                 for i, x in zip(trained, fetched):
                     tensors[i] = x
         for x, p in zip(tensors, self.params):
-            x.__class__ = nn.Parameter  # by which layers know their weights
+            if isinstance(x, FakeTensor):
+                x._is_param = True  # type: ignore[attr-defined]
+            else:
+                x.__class__ = nn.Parameter  # by which layers know their weights
             setattr(x, LENT_FOR, p)
         return tensors
 

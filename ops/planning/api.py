@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,7 @@ def plan(
     max_grad_norm: float | None = None,
     set_to_none: bool = True,
     offload: Literal["state", "step"] | None = None,
+    weights: Literal["host"] | Mapping[str | int, str] | None = None,
     world_size: int | DeviceMesh | None = None,
     shard: str | DDP | FSDP | Sequence[Any] | None = None,
     measure: bool = False,
@@ -85,6 +86,9 @@ def plan(
             through, as :func:`headroom.optim.offload` does; "step" steps it there, too, where the
             device is CUDA. An optimizer that is offloaded already, with a budget or without, is
             planned as it is.
+        weights: "host" keeps the weights of the repeated blocks on the host, or a dict of "host"
+            those of some, as :func:`headroom.patch` does. A model that was patched so is planned as
+            it is.
         world_size: ranks, or the mesh of them, of which the last dimension shards. The plan is of
             rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel
             needs neither this nor ``shard``; one of ``fully_shard`` is planned before that.
@@ -121,6 +125,7 @@ def plan(
             max_grad_norm=max_grad_norm,
             set_to_none=set_to_none,
             offload=offload,
+            weights=weights,
         ),
         world_size,
         shard,

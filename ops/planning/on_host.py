@@ -129,6 +129,10 @@ class PlannedHosting(Hosting):
         self.commit()
         return []
 
+    def discard(self) -> None:
+        # Fakes do not know whether a step counts, and one that does copies more.
+        self.commit() if self._made else super().discard()
+
 
 class PlannedHost(Inline):
     """Counts slabs that have no memory, and copies that copy nothing: an arena and an engine.

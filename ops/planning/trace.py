@@ -30,6 +30,7 @@ from ..param_states.paging import hosted
 from ..param_states.paging.handle import is_stepped_there
 from ..param_states.paging.hosted import Hosting
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
+from ..patching.streaming import streamed_blocks
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
@@ -47,6 +48,7 @@ from .recurrent import LAYERS, has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
 from .steps import Steps
+from .streamed import Streamable, stream, streamable, streaming_on_fakes
 
 __all__ = ["trace"]
 
@@ -82,6 +84,8 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(mock.patch.object(hosted, "checksums", sums_of))
         stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
+        stack.enter_context(streaming_on_fakes(recorder, run.host, mode))
+        run.blocks = [] if step.weights is None else streamable(step.model, step.weights)
         run.prepare()
         if step.optimizer is not None:
             warn_if_slow(run.optimizer, list(tensors_in(copied.batch)), step.accumulation)
@@ -128,6 +132,7 @@ class _Traced(Steps):
         self.recorder, self.host = recorder, host
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
+        self.blocks: list[Streamable] = []  # whose weights shall be on the host
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
 
@@ -147,6 +152,9 @@ class _Traced(Steps):
 
     def prepare(self) -> None:
         super().prepare()
+        stream(self.model, self.blocks, self.host)
+        for block in streamed_blocks(self.model):
+            block.settle()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
             kind = PlannedHosting if isinstance(paging, Hosting) else PlannedPaging
             planned = kind(self.host, paging.budget, paging.bucket_bytes)

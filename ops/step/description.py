@@ -33,6 +33,8 @@ class Step:
         offload: "state" where the state of the optimizer lies on the host, "step" where the step
             runs there, too; None: as the optimizer has it.
         state_budget: the bytes of a "state" that stay on the device, with those of the ring.
+        weights: as in :func:`headroom.patch`: which blocks have their weights on the host; None:
+            as the model has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
         release: whether gradients are released in the backward pass; or the bytes of a bucket.
         max_grad_norm: gradients are clipped to it, or None.
@@ -60,6 +62,7 @@ class Step:
     part_of: Callable[[int], Any] | None = None
     offload: str | None = None
     state_budget: int = 0
+    weights: Any = None
     accumulator: bool = False
     release: bool | int = False
     checkpoint_every: int | None = None
@@ -104,6 +107,8 @@ class Step:
             found["ranks"] = str(self.sharding)
         if self.offload is not None:
             found[self.offload] = "on the host"
+        if self.weights is not None:
+            found["weights"] = "on the host"
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
         for name in ("accumulator", "release", "scaler", "prefetch"):

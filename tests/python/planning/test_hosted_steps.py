@@ -8,7 +8,7 @@ import pytest
 import torch
 from headroom.host import HostArena
 from headroom.host.engine import Inline
-from headroom.optim import SGD8bit, AdamW, AdamW8bit
+from headroom.optim import AdamW, AdamW8bit, SGD8bit
 from headroom.param_states.paging.hosted import Hosting
 from torch import nn
 
@@ -58,7 +58,9 @@ def test_a_plan_says_what_a_step_takes(name, clip, release, bucket_bytes, engine
     """The device's peak, the arena's, and the bytes of the copies."""
     model = net(dtype=torch.bfloat16 if name == "remainders" else torch.float32)
     x = torch.randn(64, 512).to(model[0].weight.dtype)
-    optimizer = OPTIMIZERS[name](model.parameters(), **({} if clip is None else {"max_grad_norm": clip}))
+    optimizer = OPTIMIZERS[name](
+        model.parameters(), **({} if clip is None else {"max_grad_norm": clip})
+    )
     paging = hosted(optimizer, bucket_bytes)
     plan = headroom.plan(model, optimizer, x, loss=loss, release=release)
     if release:
