@@ -362,7 +362,7 @@ class Watch:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             storage = tensor.untyped_storage()
-            if address := storage.data_ptr():
+            if (address := storage.data_ptr()) and not in_arena(tensor):
                 if not (self._sees_all or address in self._ends):
                     self._follow(storage, address, waits=True)
                 if places:

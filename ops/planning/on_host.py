@@ -111,9 +111,13 @@ class PlannedHosting(Hosting):
             self._made.append(turn)
 
     def _arrive(self, turn: Turn) -> None:
-        for param, home in zip(turn.bucket.params, turn.homes):
+        for owner, param, home, first in zip(
+            turn.bucket.owners, turn.bucket.params, turn.homes, turn.firsts or turn.homes
+        ):
             self.arena.bytes_up += param.nbytes
             self._brought.append((param, home))
+            if turn.firsts is not None:
+                self._homes[owner], self._seconds[owner] = home, first
 
     def finish(self) -> None:
         self._leaving.clear()

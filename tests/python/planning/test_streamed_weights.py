@@ -1,5 +1,5 @@
-"""Plans of blocks whose weights are on the host: against steps on the CPU, where host and device are
-one and the arena's bytes are none of torch's."""
+"""Plans of blocks whose weights are on the host: against steps on the CPU, where host and device
+are one, and the arena's bytes are none of torch's."""
 
 import headroom
 import pytest
