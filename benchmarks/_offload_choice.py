@@ -175,13 +175,12 @@ def row(setting: Setting, way: Way) -> str:
 
     model = setting.model()
     times = Times(setting, model)
-    options = {} if way.weights is None else {"weights": way.weights}
-    headroom.patch(model, save=way.save, loss=True, **options)
+    headroom.patch(model, save=way.save, loss=True)
     make = partial(headroom.optim.AdamW8bit, master="remainder16", offload=way.offload)
     ids = torch.zeros(setting.samples, setting.tokens, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
-    how = {"release": True} if setting.release else {"max_grad_norm": 1.0}
-    plan = headroom.plan(model, make, batch, device="cuda", **how)
+    how: dict[str, Any] = {"release": True} if setting.release else {"max_grad_norm": 1.0}
+    plan = headroom.plan(model, make, batch, device="cuda", weights=way.weights, **how)
     cells = [
         way.name,
         f"{plan.total_bytes / GIB:.1f} GiB",
