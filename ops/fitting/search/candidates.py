@@ -230,6 +230,7 @@ class Candidates:
                 release=choice.release and bucket_of(step.model, choice.dtype),
                 offload=choice.offload or None,
                 state_budget=choice.state_budget,
+                weights=dict.fromkeys(names[: choice.weights_host], "host") or None,
                 dtype=choice.dtype,
             )
         )
