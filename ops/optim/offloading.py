@@ -22,12 +22,12 @@ def offload(
     """Keeps the state of an optimizer on the host: moments, float32 copies and remainders. Steps
     run on the device of the parameters, as before, or on the host, and have the same bits.
 
-    With ``what="state"`` a step takes the state through a ring of three slots on the device, one piece after the other:
-    while one is stepped, the next is copied up and the one before down. On the CPU there is one.
-    That costs the time of copying the state both ways, where it is longer than the step itself. The
-    training loop stays as it is: groups, schedulers, clipping, scalers, gradient release, state
-    dicts and files. States are read in ``optimizer.state`` as tensors on the CPU, after
-    ``handle.wait()``, and what is written to them counts in the next step.
+    With ``what="state"`` a step takes the state through a ring of three slots on the device, one
+    piece after the other: while one is stepped, the next is copied up and the one before down. On
+    the CPU there is one. That costs the time of copying the state both ways, where it is longer
+    than the step itself. The training loop stays as it is: groups, schedulers, clipping, scalers,
+    gradient release, state dicts and files. States are read in ``optimizer.state`` as tensors on
+    the CPU, after ``handle.wait()``, and what is written to them counts in the next step.
 
     With ``what="step"`` gradients go down to the host, the processor steps there, and weights go
     up, part by part: while one is stepped, the gradients of the next and the weights of the one
@@ -58,9 +58,10 @@ def offload(
             those of the ring. The parameters that come first keep theirs. None or 0: only the ring.
             Not with ``"step"``, which leaves no state there.
         host: the arena; None: that of the process, ``headroom.host.default_arena()``.
-        bucket_bytes: of a slot, for states on the device, or for gradients on the host; None: 16 MiB, on the CPU 8, or an eighth of the state if that is
-            less. A parameter with more state than that is cut, but with stochastic rounding, whose
-            random numbers follow its elements, its state makes the slots larger.
+        bucket_bytes: of a slot, for states on the device, or for gradients on the host; None:
+            16 MiB, on the CPU 8, or an eighth of all of it if that is less. A parameter with more
+            is cut, but with stochastic rounding, whose random numbers follow its elements, it makes
+            the slots larger.
 
     Returns:
         A handle with ``memory()``, ``wait()``, ``leaner()``, which moves more to the host, and

@@ -43,8 +43,8 @@ class MatrixOptimizer(Optimizer):
 
     choice: MuonChoice | None = None  # what the default rule chose, if it was asked
     refuses_host_step = (
-        "Muon multiplies matrices in every step, and products of matrices belong on the device; use "
-        'offload="state"'
+        "Muon multiplies matrices in every step, and products of matrices belong on the device: "
+        'use offload="state"'
     )
     takes_model = True  # and not a list of parameters, which do not say what they are
     _begins = False  # whether the constructor adds its groups

@@ -332,8 +332,9 @@ class Hosting(Paging):
             if not again:
                 check = self._checked(turn)
                 sources = part.sources(turn.bucket.grads)
-                if turn.packed is not None:
+                if turn.packed is not None:  # with the first part: the steps of all read them
                     sources.insert(0, (bytes_of(turn.packed), bytes_of(turn.mail)))
+                    turn.packed = None
                 after = [engine.mark()]
                 for i, (source, here) in enumerate(sources):
                     loose = engine.down(here, source, () if i else after)
@@ -404,7 +405,8 @@ class Hosting(Paging):
             task.step()
         except (RuntimeError, NotImplementedError) as error:
             bucket = part.bucket(turn.bucket)
-            raise explained(turn.optimizer, error, turn.bucket.owners, bucket.grads) from error
+            named = explained(turn.optimizer, error, turn.bucket.owners, bucket.grads)
+            raise named.with_traceback(error.__traceback__) from error
         for there, here in () if task.again else held:
             there.copy_(here)
 

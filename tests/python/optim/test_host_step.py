@@ -78,9 +78,11 @@ def test_a_step_on_the_host_has_the_bits_of_the_ordinary_one(name, bucket_bytes)
     assert_same_run(ordinary, other)
 
 
-@pytest.mark.parametrize("thread", HOST)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["adamw-f32", "adamw8bit-remainder16", "sgd8bit", "lion-kahan"])
+@pytest.mark.parametrize(
+    "name, thread",
+    [("adamw-f32", "eager"), ("adamw8bit-remainder16", "late"), ("lion-kahan", "random")],
+)
 def test_copies_and_steps_may_run_at_any_time_that_their_tickets_allow(name, policy, thread):
     ordinary, other = pair(name)
     with copying_with(adversary(policy)) as engine, stepping_on(thread):
@@ -188,15 +190,15 @@ def test_released_gradients(clip, nonfinite, thread):
     assert optimizer.offload_handle.memory().second == 0
 
 
-def released(make, clip, steps, bucket_bytes=2000, on_host=True, scaled=None, bad=None, **options):
+def released(make, clip, steps, on_host=True, scaled=None, bad=None, after=lambda: None):
     """Trains with released gradients, clipped in two passes or on the host."""
     model = modes.build(torch.bfloat16)
     optimizer = make(model)
     if on_host:
-        hosted_step(optimizer, **options)
+        hosted_step(optimizer)
     scaler = None if scaled is None else scaled("cpu", init_scale=2.0**10)
     handle = headroom.release_gradients(
-        model, optimizer, clip=clip, scaler=scaler, bucket_bytes=bucket_bytes
+        model, optimizer, clip=clip, scaler=scaler, bucket_bytes=2000
     )
     norms = []
     for step in range(steps):
@@ -214,28 +216,20 @@ def released(make, clip, steps, bucket_bytes=2000, on_host=True, scaled=None, ba
         else:
             scaler.step(optimizer)
             scaler.update()
+        after()
         norms.append(optimizer.grad_norm.item())
     handle.remove()
     return (model, optimizer), [norm for norm in norms if norm == norm]
 
 
-@pytest.mark.parametrize("thread", HOST)
-@pytest.mark.parametrize("limit", [0.1, 17.0, 1e9])
+@pytest.mark.parametrize("limit, thread", [(0.1, "random"), (17.0, "late"), (1e9, "late")])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_clipping_beside_the_backward_pass_is_exact(policy, limit, thread):
     """Some steps, all, or none are made again with gradients that are clipped."""
     make = lambda model: small(model, max_grad_norm=limit)  # noqa: E731
     wanted, norms = released(make, "two-pass", 5, on_host=False)
     with copying_with(adversary(policy)) as engine, stepping_on(thread):
-        conclude = headroom.optim.Optimizer.step
-
-        def step(self, *args, **kwargs):
-            conclude(self, *args, **kwargs)
-            engine.finish_compute()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(headroom.optim.Optimizer, "step", step)
-            found, other = released(make, None, 5)
+        found, other = released(make, None, 5, after=engine.finish_compute)
         assert other == norms
         assert_same_run(wanted, found)
         memory = found[1].paging.memory(found[1])
@@ -372,7 +366,7 @@ def test_parameters_and_gradients_of_any_strides(layout):
     params = [nn.Parameter(LAYOUTS[layout](start)) for _ in range(2)]
     optimizers = [AdamW([param], lr=0.1, max_grad_norm=1.0) for param in params]
     hosted_step(optimizers[1], bucket_bytes=512)
-    for step in range(3):
+    for _ in range(3):
         grad = torch.randn(6, 8, 8, 8)
         for param, optimizer in zip(params, optimizers):
             param.grad = grad.clone()
@@ -530,11 +524,9 @@ def test_an_error_on_the_thread_surfaces_and_names_the_parameter(monkeypatch):
         raise RuntimeError("params[0] is broken")
 
     optimizer.calls_on = lambda *args: [(bucket, broken) for bucket, _ in calls_on(*args)]
-    with pytest.raises(
-        RuntimeError, match=r"params\[0\] is broken; index 0 is parameter 0"
-    ) as info:
+    with pytest.raises(RuntimeError, match=r"params\[0\] is broken; index 0 is parameter") as info:
         modes.train(model, optimizer, [2])
-    assert any("broken" in str(entry.name) for entry in info.traceback)
+    assert "broken" in [entry.name for entry in info.traceback]
     del optimizer.calls_on
     modes.train(model, optimizer, [2])
     ordinary = modes.build(torch.bfloat16)
@@ -549,7 +541,7 @@ def test_a_host_without_room_changes_nothing():
     hosted_step(optimizer, arena=HostArena(1000))
     weights = [param.detach().clone() for param in model.parameters()]
     modes.loss_of(model, modes.batch(0)).backward()
-    with pytest.raises(HostMemoryError, match="asked for .* for optimizer state of AdamW8bit"):
+    with pytest.raises(HostMemoryError, match="asked for .* of AdamW8bit"):
         optimizer.step()
     assert_same_bits(weights, model.parameters())
     optimizer.paging.arena.budget = None
@@ -661,7 +653,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="Adafactor's state is not offloaded"):
         offload(Adafactor(model.parameters()), what="step")
     with pytest.raises(ValueError, match="products of matrices"):
-        Muon(nn.Linear(4, 4, device="meta").parameters(), offload="step")
+        Muon(nn.Linear(4, 4, bias=False, device="meta").parameters(), offload="step")
     model = modes.build(torch.bfloat16)
     optimizer = small(model, max_grad_norm=1.0)
     hosting = hosted_step(optimizer)
