@@ -25,6 +25,7 @@ from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
 from ..optim.muon.cost import warn_if_slow
+from ..param_states.paging import Hosting
 from ..param_states.paging.handle import check as check_offload
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..step.description import Step
@@ -144,6 +145,11 @@ class _Traced(Steps):
     def prepare(self) -> None:
         super().prepare()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
+            if isinstance(paging, Hosting):
+                raise ValueError(
+                    'the optimizer is stepped on the host, and a plan knows offload="state" alone: '
+                    "plan it before it is offloaded"
+                )
             planned = PlannedPaging(self.host, paging.budget, paging.bucket_bytes)
             self.optimizer.paging = planned
             planned.adopt(self.optimizer)

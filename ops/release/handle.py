@@ -100,7 +100,8 @@ def release_gradients(
 
     Limits:
 
-    - A whole step is not skipped. With a scaler, with ``clip="previous"`` and with AdamW8bit's
+    - A whole step is not skipped, but with an optimizer that is stepped on the host, whose steps
+      are clipped and skipped exactly without ``clip``. With a scaler, with ``clip="previous"`` and with AdamW8bit's
       ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own parameter; parameters
       stepped before it are stepped. The scaler's ``update()`` sees it. The step after
       :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a skip is
