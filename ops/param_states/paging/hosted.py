@@ -157,7 +157,8 @@ class Hosting(Paging):
         for place in places:
             local = local_part(place.param)
             strides = (f.stride for f in place.fields if f.name in place.layout.param_like)
-            if not is_dense(local) or any(stride != local.stride() for stride in strides):
+            is_alike = is_dense(local) and all(stride == local.stride() for stride in strides)
+            if local.numel() and not is_alike:
                 name = name_of(optimizer.param_groups, place.param)
                 raise ValueError(
                     f'offload="step" copies weights to the host byte by byte, but {name} has gaps '
@@ -480,7 +481,8 @@ class Hosting(Paging):
         """Lets the steps in second places count: the weights go up, and the places change."""
         made, self._made = self._made, []
         for task in made:
-            self._commit(task)
+            task.commits = True
+        self._tasks.extend(made)
         self.finish()
 
     def made_again(self, clip_coef: Tensor) -> Calls:
