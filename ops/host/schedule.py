@@ -86,7 +86,8 @@ def hosted_step(
         slots: for gradients on the host. A bucket goes down when the step that used its slot has
             ended.
     """
-    schedule, now, stepped, weights = Schedule(link), 0.0, list[int](), list[int]()
+    schedule, stepped, weights = Schedule(link), list[int](), list[int]()
+    now: float = 0
     for i, ((grad_bytes, weight_bytes), seconds) in enumerate(zip(buckets, step_seconds)):
         computed: list[int] = []
         if ready:

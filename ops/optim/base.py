@@ -110,7 +110,7 @@ class Optimizer(StatefulOptimizer):
         defaults: dict[str, Any],
         *,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         self._stalled = StalledWeights() if count_stalled else None

@@ -100,11 +100,12 @@ def release_gradients(
 
     Limits:
 
-    - A whole step is not skipped. With a scaler, with ``clip="previous"`` and with AdamW8bit's
-      ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own parameter; parameters
-      stepped before it are stepped. The scaler's ``update()`` sees it. The step after
-      :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a skip is
-      possible, each parameter takes a launch of its own on CUDA.)
+    - A whole step is not skipped, but with an optimizer that is stepped on the host, whose steps
+      are clipped and skipped exactly without ``clip``. With a scaler, with ``clip="previous"`` and
+      with AdamW8bit's ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own
+      parameter; parameters stepped before it are stepped. The scaler's ``update()`` sees it. The
+      step after :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a
+      skip is possible, each parameter takes a launch of its own on CUDA.)
     - Gradients are gone after backward. Code that reads or changes them between backward and step
       (``clip_grad_norm_``, ``scaler.unscale_``, logging) finds none.
     - A backward cannot be taken back, and there is no step without one: ``zero_grad()`` before
@@ -155,6 +156,7 @@ class ReleaseHandle:
     def remove(self) -> None:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
+        self._strategy.restart()
         if self._optimizer.release_handle is self:
             self._optimizer.release_handle = None
 

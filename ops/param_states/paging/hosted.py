@@ -157,7 +157,8 @@ class Hosting(Paging):
         for place in places:
             local = local_part(place.param)
             strides = (f.stride for f in place.fields if f.name in place.layout.param_like)
-            if not is_dense(local) or any(stride != local.stride() for stride in strides):
+            is_alike = is_dense(local) and all(stride == local.stride() for stride in strides)
+            if local.numel() and not is_alike:
                 name = name_of(optimizer.param_groups, place.param)
                 raise ValueError(
                     f'offload="step" copies weights to the host byte by byte, but {name} has gaps '
@@ -341,8 +342,9 @@ class Hosting(Paging):
             if not again:
                 check = self._checked(turn)
                 sources = part.sources(turn.bucket.grads)
-                if turn.packed is not None:
+                if turn.packed is not None:  # with the first part: the steps of all read them
                     sources.insert(0, (bytes_of(turn.packed), bytes_of(turn.mail)))
+                    turn.packed = None
                 after = [engine.mark()]
                 for i, (source, here) in enumerate(sources):
                     loose = engine.down(here, source, () if i else after)
@@ -413,7 +415,8 @@ class Hosting(Paging):
             task.step()
         except (RuntimeError, NotImplementedError) as error:
             bucket = part.bucket(turn.bucket)
-            raise explained(turn.optimizer, error, turn.bucket.owners, bucket.grads) from error
+            named = explained(turn.optimizer, error, turn.bucket.owners, bucket.grads)
+            raise named.with_traceback(error.__traceback__) from error
         for there, here in () if task.again else held:
             there.copy_(here)
 
@@ -487,7 +490,8 @@ class Hosting(Paging):
         """Lets the steps in second places count: the weights go up, and the places change."""
         made, self._made = self._made, []
         for task in made:
-            self._commit(task)
+            task.commits = True
+        self._tasks.extend(made)
         self.finish()
 
     def made_again(self, clip_coef: Tensor) -> Calls:
