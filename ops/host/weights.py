@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Stream:
         self._last: StreamedBlock | None = None  # that was called in this forward pass
         self._task = -1  # the backward pass at whose end all copies are waited for
         self._lock = threading.RLock()  # backward passes run on a thread for each device
-        self._slabs = Slabs(self._taken, lambda device: engine_of(device))
+        self._slabs = Slabs(partial(_taken, self.arena), engine_of)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"arena": self.arena, "prefetch": self.prefetch}
@@ -105,9 +106,6 @@ class Stream:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin()
-
-    def _taken(self, size: int, device: torch.device) -> Tensor:
-        return self.arena.take(size, kind="gradients", owner="blocks", device=device)
 
     def _ahead(self, device: torch.device) -> int:
         return self.prefetch if engine_of(device).is_asynchronous else 0
@@ -118,6 +116,8 @@ class Stream:
         """Returns the slot with the weights of a block, which the device waits for, and begins to
         fill those of the blocks that are next."""
         with self._lock:
+            if block not in self.blocks:
+                self.blocks.append(block)
             if in_backward:
                 self._settle_at_the_end()
             else:
@@ -137,8 +137,6 @@ class Stream:
         slot = self._loaded.pop(block, None)
         # A forward pass reads what the weights are now, and takes only what was fetched for it.
         if slot is None or not (slot.is_new or in_backward) or slot.versions != block.versions():
-            if slot is not None:
-                slot.wait()
             slot = _Slot(block, self._memory(block))
             if not in_backward and torch.is_grad_enabled():
                 slot.begin_way()
@@ -147,30 +145,23 @@ class Stream:
 
     def _memory(self, block: StreamedBlock) -> _Memory:
         """Returns memory for a slot that nothing looks into any more. What was given to the device
-        to compute until now may still use it."""
-        device, most = block.device, self._ahead(block.device) + 1
+        to compute until now may still use it, and copies to it come one after another."""
+        device = block.device
         here = [other for other in self._loaded if other.device == device]
-        for other in here[: max(0, len(here) + 1 - most)]:
-            self._loaded.pop(other).wait()
+        for other in here[: max(0, len(here) - self._ahead(device))]:
+            del self._loaded[other]
             other.let_pages_go()
-        size = max(other.size for other in [*self.blocks, block] if other.device == device)
-        taken = {id(slot.memory) for slot in self._loaded.values()}
+        taken = [slot.memory for slot in self._loaded.values()]
         memories = self._memories.setdefault(device, [])
-        free = [one for one in memories if id(one) not in taken and not one.is_used()]
-        # What autograd, or somebody else, has held for longer than the rest was one too many.
-        usable = [one for one in free if one.run.numel() >= block.size]
-        for one in free:
-            if one not in usable[:1] and (len(memories) > most or one not in usable):
-                memories.remove(one)
-        if usable:
-            return usable[0]
+        for one in memories:
+            if one not in taken and one.run.numel() >= block.size and not one.is_used():
+                return one
+        size = max(other.size for other in self.blocks if other.device == device)
         memories.append(_Memory(size, device))
         return memories[-1]
 
     def _learn(self, block: StreamedBlock) -> None:
         """Puts a block behind the one that was called before it."""
-        if block not in self.blocks:
-            self.blocks.append(block)
         last, self._last = self._last, block
         place = 0 if last is None else self.blocks.index(last) + 1
         if self.blocks.index(block) < place:
@@ -241,6 +232,10 @@ class Stream:
         return sum(one.run.nbytes for found in self._memories.values() for one in found)
 
 
+def _taken(arena: HostArena, size: int, device: torch.device) -> Tensor:
+    return arena.take(size, kind="gradients", owner="blocks", device=device)
+
+
 def _give(slabs: Slabs, slab: Tensor, device: torch.device) -> None:
     let_pages_go(slab)
     slabs.give(slab, device)
@@ -252,7 +247,7 @@ class _Memory:
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.run = torch.empty(size, dtype=torch.uint8, device=device)
-        self._alone = self._uses()
+        self._alone = self._uses()  # those of this object
 
     def _uses(self) -> int:
         return torch._C._storage_Use_Count(self.run.untyped_storage()._cdata)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._core.ranks import fsdp_class
-from ..host.arena import HostArena, default_arena
+from ..host.arena import HostArena, default_arena, in_arena
 from ..host.weights import Stream, StreamedBlock
 from .blocks import PatchedLayer, by_block
 from .changes import Changes
@@ -161,7 +161,10 @@ def places_of(model: nn.Module) -> Places:
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if type(x) is nn.Parameter and not x.is_meta else id(x)
+    """Returns a number that tells memory apart. Weights that stream share that of their block."""
+    if type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.is_meta or not x.numel():
+        return id(x)
+    return x.data_ptr() if in_arena(x) else x.untyped_storage().data_ptr()
 
 
 def staying(
