@@ -97,7 +97,10 @@ def streaming_on_fakes(recorder: Recorder, host: PlannedHost, mode: Any) -> Iter
             stride = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
             fields.append(Field(places, size, p.shape, stride, p.dtype))
             size = aligned(size + fields[-1].size, ALIGNMENT)
-        self.stream.arena, self.device = host, recorder.device
+        if self.stream.arena is not host:  # but that of what was copied
+            self.stream.arena = host
+            self.stream._begin()
+        self.device = recorder.device
         self.params, self.fields, self.slab = [*self._found()], fields, away(size)
         # The bytes that the host has as long as the block does.
         slab = host.take(size, kind="weights", owner="blocks", device=recorder.device)
