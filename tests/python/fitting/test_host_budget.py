@@ -153,6 +153,10 @@ CHOICES = {
     "state": {"offload": "state"},
     "some of it": {"offload": "state", "state_budget": 700_000},
     "released": {"offload": "state", "release": True},
+    "weights": {"weights_host": 3, "levels": ["L5", "L2", "L5", "L0"]},
+    "weights and state": {
+        "weights_host": 4, "offload": "state", "release": True, "levels": ["L1@host", *["L5"] * 3]
+    },
     "blocks": {"levels": ["L2@host", "L0@host", "L5@host", "L2"]},
     "both, in parts": {
         "offload": "state", "micro_batches": 2, "levels": ["L1@host", "L1@host", "L3", "L0"]
@@ -166,7 +170,8 @@ def test_bits_are_those_of_the_same_training_without(empty_arena, name):
     batch, (model, other) = batch_of(), (model_of(), model_of())
     fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, choice=choice)
     assert is_on_host(fitted.choice) and fitted.predicted_host > 100_000
-    bare = {key: value for key, value in choice.items() if key not in ("offload", "state_budget")}
+    on_host = ("offload", "state_budget", "weights_host")
+    bare = {key: value for key, value in choice.items() if key not in on_host}
     if "levels" in bare:
         bare["levels"] = [level[:2] for level in bare["levels"]]
     plain = headroom.fit(other, batch, budget="1 GiB", loss=cross_entropy, choice=bare)
@@ -371,14 +376,16 @@ def test_the_bytes_and_seconds_of_weights_on_the_host():
     assert first.levels["L5"].backward == 60 and first.gradients == 0
     assert last == blocks.blocks[-1]
     inline = streamed(blocks, 3, link._replace(is_asynchronous=False))
-    assert inline.device == 100 - 300 and inline.seconds >= (2 * 300 + 120) / 50
+    assert inline.device == 100 - 300
+    # The backward pass finds the weights of the last of them where they are.
+    assert inline.seconds == pytest.approx((300 + 200 + 120) / 50)
     assert streamed(blocks, 0, link)[1:] == (0, 0, 0, 0)
 
 
 def test_a_step_on_the_host_hides_behind_the_backward_pass_only_if_it_is_released():
     blocks, link = [block_of(100, 100) for _ in range(4)], Link(100.0, 100.0, 0.0)
     waits = hosted_seconds(blocks, 450, 4.5, link, False)
-    assert waits == pytest.approx(1 + 4.5 + 0.5)  # down, the steps behind one another, and up
+    assert waits == pytest.approx(1 + 4 + 1 + 0.5)  # down, four steps one by one, and up
     hides = hosted_seconds(blocks, 450, 4.5, link, True)
     assert hides == pytest.approx(1 + 1 + 1 + 0.5)  # of the first block, and of the embedding
     assert hosted_seconds([], 0, 0.0, link, True) == 0

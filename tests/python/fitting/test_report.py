@@ -130,7 +130,7 @@ def test_the_report_for_json():
         "choice": {
             "levels": ["L1", "L5"], "micro_batches": 2, "optimizer": "headroom",
             "weights": "given", "release": False, "fused_loss": False, "offload": "",
-            "state_budget": 0, "frozen": "given",
+            "state_budget": 0, "frozen": "given", "weights_host": 0,
         },
         "host_budget_bytes": None,
         "blocks": ["a", "b"], "applied": False,
