@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._core.overlap import flat, is_dense, laid_out
+from .._core.ranks import fsdp_class
 from .._core.recompute import Kept, inside_checkpoint
 from .._core.surroundings import LENT_FOR, cast_parameter, is_plain, within
 from .arena import HostArena
@@ -97,6 +98,7 @@ class Stream:
         self._arrivals: list[_Arrival] = []
         self._last: StreamedBlock | None = None  # that was called in this forward pass
         self._task = -1  # the backward pass at whose end all copies are waited for
+        self.root: Callable[[], nn.Module | None] = lambda: None  # the model that they are of
         self._lock = threading.RLock()  # backward passes run on a thread for each device
         self._slabs = Slabs(partial(_taken, self.arena), engine_of)
 
@@ -227,9 +229,14 @@ class Stream:
             self._slabs.trim()
 
     @property
+    def slots(self) -> list[Tensor]:
+        """Returns the memory of the slots that exist."""
+        return [one.run for found in self._memories.values() for one in found]
+
+    @property
     def slot_bytes(self) -> int:
         """Returns the bytes of the slots that exist."""
-        return sum(one.run.nbytes for found in self._memories.values() for one in found)
+        return sum(run.nbytes for run in self.slots)
 
 
 def _taken(arena: HostArena, size: int, device: torch.device) -> Tensor:
@@ -398,13 +405,19 @@ class StreamedBlock:
             return False
         return not field.size or p.data_ptr() == self.slab.data_ptr() + field.first
 
+    def _is_sharded(self) -> bool:
+        """Returns whether FSDP has come to the model, whose parameters are its own then."""
+        kinds = (*fsdp_class("FSDPModule"), *fsdp_class("FullyShardedDataParallel"))
+        root = self.stream.root() or self.module
+        return bool(kinds) and any(isinstance(module, kinds) for module in root.modules())
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _adopt(self, found: dict[nn.Parameter, tuple[tuple[nn.Module, str], ...]]) -> None:
         fields: list[Field] = []
         size = 0
         for p, places in found.items():
-            if type(p) is not nn.Parameter or p.layout is not torch.strided:
+            if type(p) is not nn.Parameter or p.layout is not torch.strided or self._is_sharded():
                 raise RuntimeError(_unplain(self.name, places[0][1], p))
             stride = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
             fields.append(Field(places, size, p.shape, stride, p.dtype))

@@ -92,8 +92,8 @@ class Changes:
         self._write(module, RECORD, (ABSENT, None))
 
     def finish(self) -> None:
-        """Lets values that a module had, and has no others for now, bring back what they have moved.
-        There is no way back from here."""
+        """Lets values that modules had, and have no others for now, bring back what they have
+        moved. There is no way back from here."""
         for module, name, value in self._gone:
             if name not in vars(module) and hasattr(value, "bring_back"):
                 value.bring_back()

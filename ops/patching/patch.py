@@ -38,9 +38,9 @@ def patch(
     :func:`headroom.functional.lora_linear`; and on a CPU without instructions for
     products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
-    Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
-    instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
-    raises, the model is as it was before it.
+    Parameters, their names and the ``state_dict`` stay as they are, but for where weights that
+    stream are; only attributes of module instances are set, and :func:`unpatch` removes them. A
+    second call starts anew. If the call raises, the model is as it was before it.
 
     Args:
         model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
@@ -63,14 +63,25 @@ def patch(
             evaluation, everything is as before.
         checkpoint_options: options of :func:`headroom.checkpoint` for blocks at L5, such as
             ``context_fn`` or ``verify``; only for those that have no other levels.
+        weights: ``"host"`` lets the weights of all blocks stream, ``{block: "host"}`` those of
+            some, by name or number: their parameters become tensors of the CPU in the host arena,
+            the device that they were on has them while their block runs, and their gradients come
+            to the CPU. Losses and gradients have the same bits. Weights that are tied to others
+            outside of their block stay, and the report says so. On the CPU this is of use only with
+            an arena in files.
+        prefetch: how many blocks ahead weights are copied, in both passes; the device has slots for
+            one block more.
+        host: the arena; by default that of the process, :func:`headroom.host.default_arena`.
 
     Returns:
         What was done: ``print(report)``, ``report.undo()``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``loss`` neither a bool nor a dict.
-        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none; or
-            ``checkpoint_options`` or ``loss`` has a name that is none of its options.
+        HostMemoryError: the arena has no room for the weights.
+        TypeError: ``model`` is no module, ``loss`` neither a bool nor a dict, or ``host`` no arena.
+        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none;
+            ``checkpoint_options`` or ``loss`` has a name that is none of its options; or weights
+            shall stream, and the model is compiled, sharded, on meta, or has no such block.
         RuntimeError: the model was patched before, and a ``forward`` replaced since.
     """
     if not isinstance(model, nn.Module):

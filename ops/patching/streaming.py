@@ -4,10 +4,11 @@ takes the place of their forward."""
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +59,7 @@ def chosen_blocks(
 
 def _check_model(model: nn.Module) -> None:
     sharded = (*fsdp_class("FullyShardedDataParallel"), *fsdp_class("FSDPModule"))
-    compiled = getattr(torch, "_dynamo", None)
+    compiled = sys.modules.get("torch._dynamo")  # which takes long to import
     for name, module in model.named_modules():
         what = f"{name or 'the model'} is a {type(module).__name__}"
         if isinstance(module, (DistributedDataParallel, *sharded)):
@@ -101,6 +102,7 @@ def stream_weights(
     stream, there = Stream(arena, prefetch), {id(block.module): block for block in before}
     places = places_of(model)
     found = []
+    stream.root = weakref.ref(model)
     for layer in layers:
         stay = staying(layer, places, report)
         block = there.get(id(layer.module))

@@ -29,7 +29,7 @@ def arena():
     assert arena.memory() == {}
 
 
-@pytest.fixture(params=["inline", "late", "random 1", "random 2"])
+@pytest.fixture(params=["inline", "late", "random 1"])
 def engine(request, monkeypatch):
     if request.param == "inline":
         yield streaming.engine_of(torch.device("cpu"))
@@ -269,24 +269,20 @@ def test_autocast_keeps_no_casts(level, engine):
     assert_same(*results)
 
 
-def test_no_graph_holds_weights():
-    sizes = {}
-    for weights in (None, "host"):
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4)])
-        headroom.patch(model, weights=weights, norms=False)
-        for cast in (False, True):
-            with headroom.memory.track(model) as tracked:
-                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                    loss = model(x_of(2, 300)).sum()
-                if weights == "host":
-                    memories = stream_of(model)._memories.values()
-                    assert not any(one.is_used() for found in memories for one in found)
-                loss.backward()
-                del loss
-            sizes[weights, cast] = tracked.timeline.peak_bytes
-    whole = 4 * 300 * 301 * 4
-    assert sizes["host", False] < sizes[None, False] - whole
-    assert sizes["host", True] < sizes[None, True] - whole - whole / 4
+@pytest.mark.parametrize("cast", [False, True])
+def test_no_graph_holds_weights_or_casts_of_them(cast):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4)])
+    headroom.patch(model, weights="host", norms=False)
+    with (
+        headroom.memory.track(model) as tracked,
+        torch.autocast("cpu", torch.bfloat16, enabled=cast),
+    ):
+        loss = model(x_of(2, 300)).sum()
+    stream = stream_of(model)
+    assert not any(one.is_used() for found in stream._memories.values() for one in found)
+    activations = 4 * 3 * 2 * 300 * 4
+    assert tracked.timeline.bytes_over_events()[-1] < stream.slot_bytes + activations
+    loss.backward()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -333,7 +329,9 @@ def test_frozen_weights_only_go_up(quantized, engine):
     assert_same(trained(model), wanted)
     adapters = [p for b in model.blocks for p in b.parameters() if p.requires_grad]
     assert engine.bytes_down - before == 3 * sum(p.nbytes for p in adapters)
-    assert 0 < 10 * sum(p.nbytes for p in adapters) < 6 * stream_of(model).blocks[0].size
+    assert adapters and sum(p.nbytes for p in adapters) < sum(
+        block.size for block in stream_of(model).blocks
+    )
 
 
 def test_weights_that_are_frozen_and_thawed(engine):
@@ -477,7 +475,9 @@ def language_model(kind, **options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=24, n_layer=3, n_head=2)
+        config = transformers.GPT2Config(
+            vocab_size=50, n_positions=64, n_embd=24, n_layer=3, n_head=2
+        )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=50,
@@ -729,3 +729,36 @@ def test_files(release, tmp_path):
         results.append(trained(model, optimizer=optimizer))
     assert_same(*results)
     assert not [*tmp_path.iterdir()]  # files have no names
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def under_ddp(rank):
+    results = []
+    for weights in (None, "host"):
+        model = Tower().eval()
+        headroom.patch(model, weights=weights, norms=False)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        x = torch.randn((5, 8), generator=torch.Generator().manual_seed(rank))
+        results.append(trained(wrapped, x, micro=2))
+    assert_same(*results)
+
+
+def under_fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tower()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="FSDP has a CPUOffloadPolicy instead"):
+        headroom.patch(model, weights="host", norms=False)
+    model = Tower()
+    headroom.patch(model, weights="host", norms=False)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="cannot stream"):
+        model(x_of(5, 8))
+
+
+def test_two_ranks(ranks):
+    ranks(under_ddp)
+    ranks(under_fsdp)
