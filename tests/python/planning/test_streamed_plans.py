@@ -64,10 +64,10 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("save", [None, "L5"])
-@pytest.mark.parametrize("where", ["host", {0: "host", 2: "host"}])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("offload", [None, "state"])
+@pytest.mark.parametrize(
+    "where, save", [("host", None), ("host", "L5"), ({0: "host", 2: "host"}, "L5")]
+)
+@pytest.mark.parametrize("offload, micro_batches", [(None, 1), ("state", 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_says_what_a_step_takes(name, offload, micro_batches, where, save):
     """Before the model is patched, and after."""
