@@ -125,7 +125,7 @@ class Times:
         ).exposed
 
     def hosted(self, link: Link) -> float:
-        """Returns the seconds that a step on the host adds to a backward pass."""
+        """Returns the seconds that a step on the host adds."""
         counts, before = zip(*self.pieces(2))
         ready, now = [], 0.0
         for seconds in before:
@@ -133,7 +133,8 @@ class Times:
             ready.append(now)
         rate = rate_of_host()
         sizes = [(2 * count, 2 * count) for count in counts]
-        return hosted_step(sizes, [count / rate for count in counts], link, ready).exposed
+        seconds = [count / rate for count in counts]
+        return hosted_step(sizes, seconds, link, ready if self.setting.release else ()).exposed
 
     def streamed(self, link: Link) -> float:
         """Returns the seconds that weights of blocks add which are fetched for each pass, and

@@ -23,6 +23,7 @@ BNB, TORCHAO = "bitsandbytes 8-bit", "torchao 8-bit"
 FILES = "without, then reads and writes"
 HIDDEN = "0.7 of it hidden"
 SIMULATED = "simulated"
+SLOWER = "the slower of both"
 PIECE = 16 << 20
 LINK = 2e9  # bytes/s
 SLOT = 4 << 20  # as 16 MiB, the default, are to a link of 8 GB/s
@@ -372,6 +373,66 @@ def blocks(level: str, quick: bool) -> Case:
     return Case(f"{level}@host", what, setup, COPIES, bars=[Bar("ratio", 1 / 1.2, "cpu")])
 
 
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def streamed(quick: bool) -> Case:
+    """Forward and backward of blocks on one core, whose weights and gradients a thread for each
+    direction copies at 2 GB/s. The others compute with resident weights, and then sleep for as long
+    as the slower of computation and copies takes, or both."""
+    width, rows = (64, 64) if quick else (1024, 768)
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+        from headroom.host import weights
+
+        link = Throttled(LINK)
+        x = torch.randn(rows, width)
+
+        def made() -> Any:
+            blocks = (
+                torch.nn.Sequential(
+                    torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+                )
+                for _ in range(8)
+            )
+            return torch.nn.Sequential(*blocks)
+
+        def step(model: Any) -> None:
+            model(x).sum().backward()
+            for p in model.parameters():
+                p.grad = None
+
+        away, resident = made(), made()
+        # Of all that copies in this process, nothing else runs while this does.
+        weights.engine_of = lambda device: link
+        headroom.patch(away, weights="host", norms=False)
+        step(away)
+        before = link.bytes_up, link.bytes_down
+        step(away)
+        copying = max(link.bytes_up - before[0], link.bytes_down - before[1]) / LINK
+
+        def until(end: Callable[[float], float]) -> Callable[[], Contender]:
+            def call() -> None:
+                start = time.perf_counter()
+                step(resident)
+                wanted = start + end(time.perf_counter() - start)
+                time.sleep(max(0, wanted - time.perf_counter()))
+
+            return lambda: Contender(_on_one_core(call))
+
+        return {
+            "headroom": lambda: Contender(_on_one_core(lambda: step(away))),
+            "without": lambda: Contender(_on_one_core(lambda: step(resident))),
+            COPIES: until(lambda computed: computed + copying),
+            SLOWER: until(lambda computed: max(computed, copying)),
+        }
+
+    what = "8 blocks, f32, whose weights stream over 2 GB/s each way: forward and backward"
+    bars = [Share("time", "headroom", SLOWER, 1.15, "cpu")]
+    return Case("weights", what, setup, COPIES, bars=bars)
+
+
 def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = model_for(device, quick).shapes
     return [
@@ -383,4 +444,5 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         on_host(shapes),
         on_host_over_a_link(shapes if quick else GPT2_MEDIUM.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
+        streamed(quick),
     ]
