@@ -50,9 +50,10 @@ class PlannedPaging(Paging):
         laid: list[Tensor] = []
         for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
             home = self._homes[owner]
-            up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
-            self.arena.bytes_up += up
-            self.arena.bytes_down += down
+            if not self.arena.steps_in_place(owner):
+                up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
+                self.arena.bytes_up += up
+                self.arena.bytes_down += down
             if home.size > ring.slot_bytes:
                 laid.append(laid_out(grad, param.stride()))
         return _Holding(bucket, laid), []
@@ -99,7 +100,8 @@ class PlannedHosting(Hosting):
         bucket = turn.bucket
         if turn.packed is not None:
             self.arena.bytes_down += parts * turn.packed.nbytes
-        self.arena.bytes_down += sum(grad.nbytes for grad in bucket.grads)
+        for owner, grad in zip(bucket.owners, bucket.grads):
+            self.arena.bytes_down += 0 if self.arena.steps_in_place(owner) else grad.nbytes
         self._leaving.append((parts, bucket.grads))
         turn.bucket = bucket._replace(grads=[])
         held = len(turn.slots.slots) if self.arena.is_asynchronous else 0
@@ -114,7 +116,7 @@ class PlannedHosting(Hosting):
         for owner, param, home, first in zip(
             turn.bucket.owners, turn.bucket.params, turn.homes, turn.firsts or turn.homes
         ):
-            self.arena.bytes_up += param.nbytes
+            self.arena.bytes_up += 0 if self.arena.steps_in_place(owner) else param.nbytes
             self._brought.append((param, home))
             if turn.firsts is not None:
                 self._homes[owner], self._seconds[owner] = home, first
@@ -144,6 +146,7 @@ class PlannedHost(Inline):
     Attributes:
         allocations: of slabs, at the events of the recorder.
         slabs: of what blocks keep.
+        weights: the parameters that are on the host.
     """
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
@@ -151,6 +154,7 @@ class PlannedHost(Inline):
         self.is_asynchronous = recorder.device.type == "cuda"
         self.allocations: list[Allocation] = []
         self.slabs = Slabs(self._take_for_blocks, lambda device: self)
+        self.weights: set[Tensor] = set()
         self._recorder, self._mode = recorder, mode
 
     def take(self, size: int, *, kind: str, owner: str, device: torch.device) -> Tensor:
@@ -184,6 +188,11 @@ class PlannedHost(Inline):
 
     def _freed(self, allocation: Allocation) -> None:
         allocation.end = self._recorder.now
+
+    def steps_in_place(self, param: Tensor) -> bool:
+        """Returns whether a parameter is on the host, which is not the device, so that nothing is
+        copied to step it."""
+        return self.is_asynchronous and param in self.weights
 
     def begin_step(self) -> None:
         """Counts the copies of the step that follows alone."""

@@ -94,6 +94,7 @@ def streaming_on_fakes(recorder: Recorder, host: PlannedHost, mode: Any) -> Iter
         fields, size = list[Field](), 0
         for p, places in self._found().items():
             recorder.manage(p)
+            host.weights.add(p)
             stride = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
             fields.append(Field(places, size, p.shape, stride, p.dtype))
             size = aligned(size + fields[-1].size, ALIGNMENT)
