@@ -130,6 +130,7 @@ def runs_behind_the_device(engine):
     model, optimizer = begun()
     hosted_step(optimizer)
     modes.train(model, optimizer, range(2))
+    optimizer.zero_grad()
     modes.loss_of(model, modes.batch(2)).backward()
     params = list(model.parameters())
     grads = [param.grad.clone() for param in params]
@@ -142,7 +143,7 @@ def runs_behind_the_device(engine):
             param.grad.copy_(grad)
 
     for param in params:
-        param.grad.fill_(7)
+        param.grad = torch.full_like(param, 7)  # laid out as it is: nothing copies it before
     engine.compute(computes)
     optimizer.step()
     assert_equal(read, weights)
