@@ -272,18 +272,22 @@ class _Slot:
     """
 
     def __init__(self, block: StreamedBlock, memory: _Memory) -> None:
+        self._up: Ticket = None
+        self._is_there = False
         self.block, self.memory = block, memory
         self.versions, self.is_new = block.versions(), True
         self._way: tuple[_Way, tuple[Tensor, ...]] | None = None  # of a call still to come
         self._engine = engine_of(block.device)
         slab = block.slab
-        self._up: Ticket = None
-        self._is_there = False
         if slab.numel():
             ready = self._engine.mark()
             target = memory.run[: slab.numel()]
             with torch.inference_mode(False):
                 self._up = self._engine.up(target, slab, after=(ready,))
+
+    def __del__(self) -> None:
+        if not self._is_there:  # nobody used it
+            self.sync()
 
     def begin_way(self) -> tuple[_Way, tuple[Tensor, ...]]:
         """Makes the way of a call's gradients, and returns it with the tensors that it begins at. A
@@ -648,7 +652,7 @@ class _Token:
         call.check(self._index)
         slot = call.block.stream.slot(call.block, in_backward=True)
         if torch._C._current_graph_task_id() == -1:
-            slot.sync()  # no backward pass will
+            call.block.stream.settle()  # no backward pass will
         run = slot.memory.run
         if self._cast is not None:
             cast = call.fields[self._index].of(run).to(self._cast)
