@@ -32,6 +32,8 @@ class PlannedPaging(Paging):
     """Counts what a step copies without cutting fakes of states into pieces: the views of all the
     pieces would take ten times as long as the rest of a plan."""
 
+    arena: Any  # a PlannedHost, which is the engine, too
+
     def engine_of(self, device: torch.device) -> Engine:
         return self.arena
 
@@ -74,8 +76,11 @@ class PlannedHosting(Hosting):
 
     def _forget(self) -> None:
         super()._forget()
+        self._made: list[Any] = []
         self._count = 0  # of the parts of the latest bucket
         self._leaving: deque[tuple[int, list[Tensor]]] = deque()  # parts, and their gradients
+
+    arena: Any  # a PlannedHost, which is the engine, too
 
     def engine_of(self, device: torch.device) -> Engine:
         return self.arena

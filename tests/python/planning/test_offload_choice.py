@@ -4,7 +4,6 @@ prints."""
 from pathlib import Path
 
 import pytest
-
 from benchmarks._offload_choice import SETTINGS, WAYS, rate_of_host, row
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "offloading.md"
