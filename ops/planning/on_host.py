@@ -104,7 +104,7 @@ class PlannedHosting(Hosting):
         self._checked(turn)
         bucket = turn.bucket
         if turn.packed is not None:
-            self.arena.bytes_down += parts * turn.packed.nbytes
+            self.arena.bytes_down += turn.packed.nbytes
         for owner, grad in zip(bucket.owners, bucket.grads):
             self.arena.bytes_down += 0 if self.arena.steps_in_place(owner) else grad.nbytes
         self._leaving.append((parts, bucket.grads))
