@@ -33,7 +33,7 @@ def optimizer_seconds(
 
     Args:
         optimizer: whose class and options count.
-        device: that its parameters are on.
+        device: that the step runs on.
         dtype: that they will be cast to before the optimizer steps them; None: they stay as they
             are.
         offload: whether all of the state lies on the host.
@@ -41,7 +41,7 @@ def optimizer_seconds(
         repeats: the median of so many steps counts, after two that make states and warm up.
     """
     with generators_kept(device), no_collections():
-        groups = _copied(optimizer.param_groups, elements, dtype)
+        groups = _copied(optimizer.param_groups, elements, dtype, device)
         if not groups:
             return 0.0
         made: Any = _like(optimizer, groups)
@@ -64,7 +64,7 @@ def _bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
 
 
 def _copied(
-    groups: Iterable[dict[str, Any]], left: int, dtype: torch.dtype | None
+    groups: Iterable[dict[str, Any]], left: int, dtype: torch.dtype | None, device: torch.device
 ) -> list[dict[str, Any]]:
     """Returns groups of copies of the first parameters with gradients, of up to ``left`` elements,
     for which the last of them is cut."""
@@ -78,7 +78,7 @@ def _copied(
             if cut.dim() and cut.numel() > left:
                 cut = cut[: max(1, left * cut.shape[0] // cut.numel())]
             left -= cut.numel()
-            copy = nn.Parameter(cut.to(dtype or cut.dtype, copy=True))
+            copy = nn.Parameter(cut.to(device, dtype or cut.dtype, copy=True))
             copy.grad = torch.randn_like(copy).mul_(1e-3)
             copies.append(copy)
         if copies:

@@ -42,6 +42,10 @@ class MatrixOptimizer(Optimizer):
     """Makes an AdamW step groups with ``use_muon`` by Muon; comes before it among the bases."""
 
     choice: MuonChoice | None = None  # what the default rule chose, if it was asked
+    refuses_host_step = (
+        "Muon multiplies matrices in every step, and products of matrices belong on the device: "
+        'use offload="state"'
+    )
     takes_model = True  # and not a list of parameters, which do not say what they are
     _begins = False  # whether the constructor adds its groups
 
@@ -280,7 +284,7 @@ class Muon(MatrixOptimizer, AdamW):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         self._begin(own_arguments(locals()))
