@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
 from ...param_states.paging import planned_paging
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
 from ...step.micro_batches import can_cut, counts, mixes_samples
+from ...step.optimizers import can_offload, counterparts, is_headroom, obstacle, replacement
 from ..choice import ALLOWABLE, FORMATS, Choice
 
 OF_STATE = ("offload", "state_budget")
