@@ -104,8 +104,9 @@ def test_a_run_is_that_of_whole_batches_in_float64(case):
             scaler.update()
         optimizer.zero_grad()
     own = headroom.optim.master_weights(optimizer, model)
-    bound = 0.002 if dtype == torch.float32 else 0.1  # gradients in bfloat16
-    bound = max(bound, 0.15) if case["cls"] is Muon8bit else bound
+    # Momentum in 8 bits; gradients in bfloat16, of which those near 0 decide where AdamW goes.
+    bound = 0.15 if case["cls"] is Muon8bit else 0.002
+    bound = 0.25 if dtype == torch.bfloat16 else bound
     for (name, param), right, start in zip(model.named_parameters(), wanted.parameters(), first):
         value = own.get(name, param).detach().double()
         assert distance(value - start, right.detach() - start) < bound, name
