@@ -14,9 +14,9 @@ from .._core.checks import check_number
 from .._core.sizes import parse_bytes
 from ..host import default_arena
 from ..memory.track import device_of
-from ..optim.replacing import optimizer_of
 from ..step.checks import check_described
 from ..step.description import Step
+from ..step.optimizers import optimizer_of
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
 

@@ -15,10 +15,10 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
-from ..optim.replacing import made_of
 from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
+from ..step.optimizers import made_of
 from ..step.run import passes, update
 from ..step.trees import mapped
 

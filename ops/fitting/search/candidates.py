@@ -16,7 +16,6 @@ from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
 from ...host.schedule import measured_link
-from ...optim.replacing import is_headroom, state_bytes
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -29,6 +28,7 @@ from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
 from ...step.micro_batches import some_samples
+from ...step.optimizers import is_headroom, state_bytes
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ..choice import Choice

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..._core.sizes import format_bytes
-from ...optim.replacing import is_headroom, state_bytes
 from ...patching.levels import Blocks
 from ...planning.api import plan_of
 from ...step.errors import PlanError
+from ...step.optimizers import is_headroom, state_bytes
 from ..choice import SAME, Choice
 from ..costs.outline import settled
 from ..report import Change

@@ -12,13 +12,13 @@ import torch
 
 from ...host.arena import default_arena
 from ...host.engines import engine_of
-from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
 from ...param_states.paging import planned_paging
 from ...patching.levels import Blocks
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
 from ...step.micro_batches import can_cut, counts, mixes_samples
+from ...step.optimizers import can_offload, counterparts, is_headroom, obstacle, replacement
 from ..choice import ALLOWABLE, FORMATS, Choice
 
 ON_HOST = ("offload", "state_budget", "weights_host")

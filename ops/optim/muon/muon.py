@@ -26,6 +26,7 @@ from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
 from .choice import FLAT, Chooser, MuonChoice, check_matrices
+from .cost import StepClock
 from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
@@ -62,6 +63,7 @@ class MatrixOptimizer(Optimizer):
         self._workspace = parse_bytes(whole["workspace"], "workspace")
         self._process_group = whole["process_group"]
         self._memories: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()
+        self._clock = StepClock()
         self._adamw = ADAMW | dict(whole["adamw"] or {})
         if odd := self._adamw.keys() - {*ADAMW, "lr", "weight_decay"}:
             raise ValueError(f"adamw has {sorted(odd)[0]!r}, which is no option of AdamW's groups")
@@ -78,6 +80,11 @@ class MatrixOptimizer(Optimizer):
         if self.choice is not None and first and report not in _printed:  # plans make many
             _printed.add(report)
             print(report, file=sys.stderr)
+
+    @property
+    def whole_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor that are options of no group."""
+        return {name: getattr(self, f"_{name}") for name in (*OF_THE_WHOLE[1:], "split")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as other optimizers do. One without ``use_muon`` becomes several, by the
@@ -109,6 +116,7 @@ class MatrixOptimizer(Optimizer):
                     group.setdefault(name, value)
         super().__setstate__(state)
         self.__dict__.setdefault("_memories", WeakValueDictionary())
+        self.__dict__.setdefault("_clock", StepClock())
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_workspace", "_adamw", "_split", "_convolutions", "choice")
@@ -142,16 +150,17 @@ class MatrixOptimizer(Optimizer):
 
     # ---- one step -------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # batches depend on a bound in bytes: a compiled loop breaks here
+    def _step(self, max_grad_norm: float | None) -> None:
+        with self._clock.step(self):
+            super()._step(max_grad_norm)
+
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {} if group["use_muon"] else super()._options(group)
 
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if not group["use_muon"]:
             return super()._prepared(group, bucket, states, options)
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"a step of {type(self).__name__} cannot be compiled: compile the model alone"
-            )
         for param in bucket.owners:
             if param.dim() < 2:  # FSDP1 replaces the data of parameters
                 raise RuntimeError(FLAT.format(f"a parameter has shape {list(param.shape)} now"))

@@ -114,13 +114,44 @@ def test_matrices_that_are_sharded_otherwise(ranks):
     ranks(by_columns)
 
 
+def normuon(rank):
+    """Means of rows are of the rank that has them, norms of all ranks; of parts, too."""
+    single, model = make(), make()
+    fully_shard(model, mesh=mesh())
+    first, second = (optimizer_of(Muon, each, normuon=0.6) for each in (single, model))
+    train(first, single)
+    spread = lambda grad, p: distribute_tensor(grad, p.device_mesh, p.placements)  # noqa: E731
+    train(second, model, spread=spread)
+    plain = make()
+    train(optimizer_of(Muon, plain), plain)
+    assert not torch.allclose(plain["tall"].weight, single["tall"].weight, **CLOSE)
+    assert_close(whole(model.parameters()), single.parameters())
+    for param, other in zip(model.parameters(), single.parameters()):
+        if "row_var" in second.state[param]:
+            own, want = second.state[param]["row_var"], first.state[other]["row_var"]
+            torch.testing.assert_close(own.full_tensor(), want, rtol=0.05, atol=0)
+    matrices = second.param_groups[0]["params"]
+    before = [second.state[param]["row_var"].to_local().clone() for param in matrices]
+    for param in model.parameters():
+        param.grad = spread(torch.full(param.shape, float("inf")), param)
+    second.step(max_grad_norm=1.0)  # nothing changes
+    for param, want in zip(matrices, before):
+        assert torch.equal(second.state[param]["row_var"].to_local(), want)
+    assert_close(whole(model.parameters()), single.parameters())
+
+
+def test_normuon_of_sharded_rows(ranks):
+    ranks(normuon)
+
+
 def refusals(rank):
     param = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh(), [Shard(0)]))
     param.grad = distribute_tensor(torch.randn(8, 16), param.device_mesh, [Shard(0)])
     before = param.to_local().clone()
-    with pytest.raises(RuntimeError, match="normuon normalizes the rows of whole matrices"):
-        Muon([param], normuon=0.9).step()
-    assert torch.equal(param.to_local(), before)
+    by_columns = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh(), [Shard(1)]))
+    by_columns.grad = distribute_tensor(torch.randn(8, 16), by_columns.device_mesh, [Shard(1)])
+    with pytest.raises(RuntimeError, match="normuon normalizes whole rows, and these matrices are"):
+        Muon([by_columns], normuon=0.9).step()
     uneven = nn.Parameter(distribute_tensor(torch.randn(7, 16), mesh(), [Shard(0)]))
     uneven.grad = distribute_tensor(torch.randn(7, 16), uneven.device_mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="7 of shape .* does not divide by 2 ranks"):
@@ -144,3 +175,4 @@ def four_ranks():
 def test_four_ranks(four_ranks):
     four_ranks(fsdp, Muon8bit)
     four_ranks(ddp, Muon)
+    four_ranks(normuon)

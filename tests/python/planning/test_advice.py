@@ -101,6 +101,49 @@ def test_advice_for_sgd_and_lion():
     assert ours["headroom.optim.Lion8bit"].code.endswith("Lion8bit(model.parameters(), lr=0.001)")
 
 
+def test_advice_for_sgd_of_bitsandbytes_has_its_momentum():
+    """Which it keeps among its betas."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    model = nn.Linear(3, 3)
+    given = optim.SGD(model.parameters(), lr=0.5, momentum=0.25)
+    found, planned = advised(step_of(given, model))
+    for name in ("headroom.optim.SGD", "headroom.optim.SGD8bit"):
+        assert found[name].code.endswith("(model.parameters(), lr=0.5, momentum=0.25)")
+        (group,) = planned[name].optimizer([nn.Parameter(torch.ones(2))]).param_groups
+        assert (group["lr"], group["momentum"]) == (0.5, 0.25)
+
+
+def total(model, batch):
+    return model(*batch).sum()
+
+
+def test_advice_for_muon():
+    """Made of the model, whose matrices the rule finds; torch's has some of its matrices alone."""
+    model = nn.ModuleDict({"inner": nn.Linear(9, 9), "lm_head": nn.Linear(9, 5)})
+    own = {"lr": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw", "split": {"inner": 3}}
+    made = headroom.optim.Muon(model, adamw={"lr": 0.25, "betas": (0.9, 0.999)}, **own)
+    partial = functools.partial(headroom.optim.Muon, adamw={"lr": 0.25}, **own)
+    for given in (made, partial):
+        found, planned = advised(step_of(given, model))
+        code = "(model, lr=0.5, adamw={'lr': 0.25}, split={'inner': 3}, ns_steps=3, adjust_lr_fn="
+        for name, start in (("headroom.optim.Muon8bit", code), (REMAINDER, "(model, master=")):
+            assert start in found[name].code
+            new = planned[name].optimizer(model)
+            groups = {group["use_muon"]: group for group in new.param_groups}
+            assert (groups[True]["lr"], groups[False]["lr"], groups[True]["split"]) == (
+                0.5,
+                0.25,
+                3,
+            )
+            assert planned[name].optimizer.takes_model
+        assert "headroom.optim.Muon" not in found and "headroom.optim.Adafactor" not in found
+    assert advised(step_of(headroom.optim.Muon8bit(model), model))[0].keys() >= {REMAINDER}
+    theirs = torch.optim.Muon([model["inner"].weight])
+    batch = torch.ones(6, 9)
+    plan = headroom.plan(model["inner"], theirs, (batch,), device="cpu", forward=total)
+    assert not [one.name for one in plan.advice() if "optim.Muon" in one.name]
+
+
 def test_what_is_advised_climbs_where_the_given_optimizer_does():
     sgd = functools.partial(torch.optim.SGD, momentum=0.25)
     for given, name in ((sgd, "SGD8bit"), (torch.optim.AdamW, "AdamW8bit")):
