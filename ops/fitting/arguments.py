@@ -112,7 +112,7 @@ def check_only(only: Any) -> None:
                 raise TypeError(
                     f"only has {value!r} for {name}, wanted values of type {kind.__name__}"
                 )
-            least = 0 if name == "state_budget" else 1
+            least = 0 if name in ("state_budget", "weights_host") else 1
             if kind is int and value < least:
                 raise ValueError(
                     f"only has {value} for {name}, wanted whole numbers from {least} on"

@@ -19,6 +19,7 @@ from ..optim.muon.muon import ADAMW
 from ..patching import patch
 from ..patching.changes import is_patched
 from ..patching.families import find_layers
+from ..patching.streaming import streamed_blocks
 from ..state.convert.bitsandbytes import is_bitsandbytes, options_from
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
@@ -65,6 +66,8 @@ class AdviceList(list):  # noqa: D101
     __repr__ = __str__
 
 
+LINK = 25e9  # bytes/s each way, of PCIe 4.0 x16
+
 # The products that are done again, of those of a Llama block.
 _TIMES = {
     "L1": "about as fast",
@@ -91,9 +94,12 @@ def advise(
             other = again(changed)
         except (PlanError, ValueError, TypeError):
             continue  # it does not fit this model
-        saved = plan.total_bytes - other.total_bytes
+        saved, copied = plan.total_bytes - other.total_bytes, other.link_bytes - plan.link_bytes
         if saved > 0:
-            found.append(Advice(name, saved, *about, other))
+            time, source, code = about
+            if copied > 0:
+                time += f"; {copied / 2 / LINK:.2f} s of copies each way at 25 GB/s, if all wait"
+            found.append(Advice(name, saved, time, source, code, other))
     found.sort(key=lambda advice: -advice.bytes)
     del found[len(found) if top is None else top :]
     return found
@@ -108,6 +114,7 @@ def _changes(step: Step) -> Iterator[Change]:
         yield from _of_optimizer(step, options, given)
     yield from _of_activations(step)
     yield from _of_patch(step)
+    yield from _of_host(step)
     yield from adapters_instead(step)
     yield from fewer_bits(step)
     if step.sharding is not None:
@@ -215,6 +222,31 @@ def _of_activations(step: Step) -> Iterator[Change]:
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+
+
+def _of_host(step: Step) -> Iterator[Change]:
+    """Yields what can be on the host. Where host and device are one, nothing is gained by it."""
+    if step.device is None or step.device.type != "cuda" or step.sharding is not None:
+        return
+    source = "copies beside the backward pass, and which of them wins when: docs/offloading.md"
+    is_away = step.offload is not None or getattr(step.optimizer, "paging", None) is not None
+    if _is_headroom(step.optimizer) and not is_away:
+        for what, name in (("state", "optimizer state"), ("step", "the optimizer's step")):
+            yield (
+                f"{name} on the host",
+                step.but(offload=what),
+                "the same bits",
+                source,
+                f'headroom.optim.offload(optimizer, "{what}")',
+            )
+    if step.weights is None and not streamed_blocks(step.model):
+        yield (
+            "weights of blocks on the host",
+            step.but(weights="host"),
+            "the same bits",
+            source,
+            'headroom.patch(model, weights="host")',
+        )
 
 
 def _set_in_all(level: str) -> str:

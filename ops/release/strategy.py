@@ -123,6 +123,8 @@ class InBackward(Strategy):
             self.take(left)
         for param in left:
             param.grad = None
+        if self.optimizer.paging is not None:
+            self.optimizer.paging.finish()
         self._conclude()
         self.restart()
 

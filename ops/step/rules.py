@@ -43,6 +43,7 @@ UNEVEN = ((0,), (1, 2), (3, 4), (5, 6, 7))
 MOST_SAMPLES = 8
 ELEMENTS = 1024  # of each gradient, about
 ROUNDING = 1e-3  # of the largest gradient: what is less is compared at this scale
+CANCELED = 2e-7  # of the largest gradient: what float32 leaves of sums that are zero
 SCALE = 1024.0  # of a loss whose gradients might vanish in float16
 
 
@@ -123,8 +124,8 @@ def _error(
     """Returns by how much gradients of parts, times their shares, differ from that of the batch, as
     a share of it: the most of any parameter. NaN if they cannot be compared.
 
-    Gradients that are next to nothing beside those of other parameters, as that of a bias before a
-    norm, are rounding.
+    Differences that are next to nothing beside the gradients of other parameters, as that of a bias
+    before a norm, are rounding.
     """
     norms = {name: float(grad.norm()) for name, grad in whole.items()}
     largest = max(norms.values(), default=0.0)
@@ -134,7 +135,8 @@ def _error(
         wanted = whole.get(name)
         difference = sum(got) - (0.0 if wanted is None else wanted)
         error = float(torch.as_tensor(difference).norm())
-        errors.append(error / (norms.get(name, 0.0) + ROUNDING * largest))
+        if not error <= CANCELED * largest:
+            errors.append(error / (norms.get(name, 0.0) + ROUNDING * largest))
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 

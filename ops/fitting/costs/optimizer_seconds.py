@@ -38,7 +38,7 @@ def optimizer_seconds(
 
     Args:
         optimizer: whose class and options count.
-        device: that its parameters are on.
+        device: that the step runs on.
         dtype: that they will be cast to before the optimizer steps them; None: they stay as they
             are.
         offload: whether all of the state lies on the host.
@@ -53,7 +53,7 @@ def optimizer_seconds(
         warnings.simplefilter("ignore")  # there is no loop between these steps
         for is_muon, part in enumerate(parts):
             most = min(elements, MATRICES[device.type]) if is_muon else elements
-            copies = _copied(part, most, dtype)
+            copies = _copied(part, most, dtype, device)
             if not copies:
                 continue
             made: Any = _like(optimizer, copies)
@@ -82,7 +82,7 @@ def _bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
 
 
 def _copied(
-    groups: Iterable[dict[str, Any]], left: int, dtype: torch.dtype | None
+    groups: Iterable[dict[str, Any]], left: int, dtype: torch.dtype | None, device: torch.device
 ) -> list[dict[str, Any]]:
     """Returns groups of copies of the first parameters with gradients, of up to ``left`` elements,
     for which the last of them is cut. Packed matrices of its group are whole then."""
@@ -97,7 +97,7 @@ def _copied(
                 cut = cut[: max(1, left * cut.shape[0] // cut.numel())]
                 cuts = {"split": None} if "split" in group else {}
             left -= cut.numel()
-            copy = nn.Parameter(cut.to(dtype or cut.dtype, copy=True))
+            copy = nn.Parameter(cut.to(device, dtype or cut.dtype, copy=True))
             copy.grad = torch.randn_like(copy).mul_(1e-3)
             copies.append(copy)
         if copies:

@@ -25,7 +25,7 @@ from ...param_states.states import STEP, Layout, Slot
 from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
-from .choice import FLAT, MuonChoice, check_matrices, groups_of
+from .choice import FLAT, Chooser, MuonChoice, check_matrices
 from .cost import StepClock
 from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
@@ -43,6 +43,10 @@ class MatrixOptimizer(Optimizer):
     """Makes an AdamW step groups with ``use_muon`` by Muon; comes before it among the bases."""
 
     choice: MuonChoice | None = None  # what the default rule chose, if it was asked
+    refuses_host_step = (
+        "Muon multiplies matrices in every step, and products of matrices belong on the device: "
+        'use offload="state"'
+    )
     takes_model = True  # and not a list of parameters, which do not say what they are
     _begins = False  # whether the constructor adds its groups
 
@@ -64,7 +68,10 @@ class MatrixOptimizer(Optimizer):
         if odd := self._adamw.keys() - {*ADAMW, "lr", "weight_decay"}:
             raise ValueError(f"adamw has {sorted(odd)[0]!r}, which is no option of AdamW's groups")
         self._split, self._convolutions = dict(split or {}), bool(whole["convolutions"])
-        groups, self.choice = groups_of(whole["params"], self._split, self._convolutions)
+        chooser = Chooser(self._split, self._convolutions)
+        groups = chooser.groups_of(whole["params"])
+        chooser.check_split()
+        self.choice = chooser.choice if chooser.choice.names else None
         self._begins = True
         Optimizer.__init__(self, groups, defaults, **own)
         self._begins = False
@@ -84,7 +91,7 @@ class MatrixOptimizer(Optimizer):
         rule that chooses hidden matrices, which needs names."""
         groups = [param_group]
         if not self._begins and isinstance(param_group, dict):
-            groups, _ = groups_of([param_group], self._split, self._convolutions)
+            groups = Chooser(self._split, self._convolutions).groups_of([param_group])
         for group in groups:
             if isinstance(group.get("split"), Sequence):
                 group["split"] = tuple(group["split"])
@@ -213,6 +220,7 @@ class Muon(MatrixOptimizer, AdamW):
             so that one serves both.
         ns_coefficients: of the polynomials a x + b x^3 + c x^5: a name (``"jordan"``, torch's;
             ``"you_jiacheng"``; ``"polar_express"``), three numbers, or three for each iteration.
+            The last are repeated where ``ns_steps`` is more.
         adamw: options of groups that AdamW steps: ``lr``, ``weight_decay``, ``betas``, ``eps``;
             ``{"lr": 3e-4}``. What is not given is the ``lr`` and ``weight_decay`` of this optimizer
             and the default of :class:`AdamW`.
@@ -221,8 +229,8 @@ class Muon(MatrixOptimizer, AdamW):
             rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known names are
             split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``qkv_proj``, ``Wqkv``,
             ``c_attn`` and ``in_proj_weight`` in queries, keys and values, and the gates of
-            recurrent layers. In a group, ``split`` is that of all its matrices, and ``transposed``
-            says that their rows are inputs, as known for ``Conv1D`` of transformers.
+            recurrent layers and cells. In a group, ``split`` is that of all its matrices, and
+            ``transposed`` says that their rows are inputs, as known for ``Conv1D`` of transformers.
         convolutions: whether convolutions are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
             where one side is several times the other.
@@ -249,8 +257,8 @@ class Muon(MatrixOptimizer, AdamW):
     loads, and torch's loads this one.
 
     Raises:
-        ValueError: parameters without names are not all matrices, a split does not fit, or an
-            option is out of range.
+        ValueError: parameters without names are not all matrices, a split does not fit or has a
+            name that no matrix has, or an option is out of range.
 
     Example::
 
@@ -285,7 +293,7 @@ class Muon(MatrixOptimizer, AdamW):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         self._begin(own_arguments(locals()))

@@ -293,9 +293,50 @@ def test_packed_matrices_are_stepped_as_their_parts(cls):
             torch.testing.assert_close(own, means, rtol=0.05 if cls is Muon else 0.3, atol=0)
 
 
-def test_projections_of_an_lstm_are_no_gates():
-    optimizer = Muon(nn.LSTM(16, 32, proj_size=8))
-    assert optimizer.choice.splits == {"weight_ih_l0": 4, "weight_hh_l0": 4}
+@pytest.mark.parametrize(
+    "layer, gates",
+    [(nn.LSTM(16, 32, proj_size=8), 4), (nn.LSTMCell(16, 32), 4), (nn.GRUCell(16, 32), 3)],
+    ids=["LSTM", "LSTMCell", "GRUCell"],
+)
+def test_gates_are_split_and_projections_are_none(layer, gates):
+    splits = Muon(layer).choice.splits
+    names = {
+        name for name, _ in layer.named_parameters() if name.startswith(("weight_ih", "weight_hh"))
+    }
+    assert len(names) == 2 and splits == dict.fromkeys(names, gates)
+
+
+def test_an_embedding_called_shared():
+    """That of encoders and decoders, by its name; a layer of experts may be called so, too."""
+    named = {
+        name: nn.Parameter(torch.randn(40, 16)) for name in ("shared.weight", "model.shared.weight")
+    }
+    named |= {"layers.0.shared.weight": nn.Parameter(torch.randn(16, 16))}
+    assert names_of(Muon(named.items()), False) == {"shared.weight", "model.shared.weight"}
+    assert names_of(Muon(nn.ModuleDict({"shared": nn.Linear(16, 40)})), True) == {"shared.weight"}
+
+
+def test_more_steps_of_polar_express_stay_at_one():
+    """Each of the paper's polynomials, and the last one again, for singular values from 0.001."""
+    values = torch.logspace(-3, 0, 200, dtype=torch.float64)
+    errors = []
+    for steps in range(1, 13):
+        x = values
+        for a, b, c in iterations("polar_express", steps):
+            x = a * x + b * x**3 + c * x**5
+        errors.append((x - 1).abs().max().item())
+    assert errors[:8] == sorted(errors[:8], reverse=True)
+    assert errors[4] < 0.28 and max(errors[7:]) < 1e-6
+
+
+@pytest.mark.parametrize("split", [{"qvk": 3}, {"wte": 2}, {"attn.qkv": 2, "kv": 2}], ids=str)
+def test_a_split_of_no_matrix_is_refused(split):
+    """Also of a matrix that AdamW steps."""
+    with pytest.raises(ValueError, match=f"split has '{[*split][-1]}', and no name of a matrix"):
+        Muon(Gpt(), split=split)
+    optimizer = Muon(Gpt(), split={"attn.qkv": None, "qkv.weight": 2})
+    assert not any("qkv" in name for name in optimizer.choice.splits)
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.randn(8, 8)))]})
 
 
 class Conv1D(nn.Module):
@@ -347,7 +388,7 @@ def test_experts_are_split(layout, split, transposed):
 
 def test_groups_may_have_their_model():
     """Whose modules say what names do not."""
-    model = nn.ModuleDict({"shared": nn.Embedding(50, 32), "inner": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"symbols": nn.Embedding(50, 32), "inner": nn.Linear(32, 32)})
     named = list(model.named_parameters())
     optimizer = Muon([{"params": named, "model": model, "weight_decay": 0.0}])
     assert names_of(optimizer, True) == {"inner.weight"}

@@ -20,6 +20,7 @@ from headroom.state.tree import decode
 import convergence
 import data
 import ladder
+import larger_than_memory
 import qlora
 import train as examples_train
 from helpers.empty_host import empty_host
@@ -404,6 +405,16 @@ def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text
     assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
 
 
+def test_convergence_of_muon_is_that_of_torchs(monkeypatch, text):
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    setting = replace(convergence.SETTINGS["Muon"], lr=SIZES["tiny"].lr)
+    modes = setting.modes.items()
+    losses = {mode: convergence.held_out(setting, rung, 0, 12, text) for mode, rung in modes}
+    control = losses.pop(convergence.ONE_STEP)
+    assert max(losses.values()) - min(losses.values()) < 0.1
+    assert min(abs(control - loss) for loss in losses.values()) > 1e-3
+
+
 @pytest.fixture
 def small_qlora(monkeypatch, tmp_path, text):
     config = headroom.nn.TransformerConfig(256, hidden_size=32, layers=2, heads=2, features=64)
@@ -464,3 +475,10 @@ def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
         )
         assert abs(theirs - ours) < 2e-3 < 0.05 < control - ours
     convergence_adapters.base.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts")
+def test_a_model_larger_than_its_memory_trains_where_its_weights_stream(capsys):
+    larger_than_memory.main(layers=8, hidden=384)  # asserts what the table says
+    printed = capsys.readouterr().out
+    assert printed.count("out of memory") == 2 and printed.count("stream") == 2

@@ -329,6 +329,25 @@ def test_each_parameter_is_compared_at_its_own_scale():
     assert rule_of(step, rules_of(step)) is None
 
 
+class Shifted(nn.Module):
+    """Has a parameter that a norm takes away, whose gradient is what rounding leaves of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(64, 1))
+        self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 10)
+
+    def forward(self, x, y):
+        x = self.norm(x + 8 * self.shift)
+        return F.cross_entropy(self.head(x.tanh().mean(1)), y)
+
+
+def test_what_rounding_leaves_of_zero_is_no_difference():
+    torch.manual_seed(0)
+    step = step_of(Shifted(), (torch.randn(8, 64, 256), torch.randint(10, (8,))))
+    assert rule_of(step, rules_of(step)) == "tokens"
+
+
 def noise(model, x):
     return x + torch.randn_like(x)
 
