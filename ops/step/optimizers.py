@@ -164,7 +164,7 @@ def replacement(
         accepted = {"lr", "weight_decay", "max_grad_norm"}
     else:
         if isinstance(given, (Muon, Muon8bit)):
-            fixed |= given.whole_arguments
+            fixed |= {**given.whole_arguments, "split": None}  # its groups say their parts
         accepted = inspect.signature(cls).parameters.keys() - fixed.keys()
     source, kept = given.defaults, accepted
     if cls in (Muon, Muon8bit):
@@ -177,7 +177,10 @@ def replacement(
         for name in {"master", "rounding", "seed", "state_dtype", "semantics"} - accepted:
             group.pop(name, None)
     defaults = {name: value for name, value in source.items() if name in accepted}
-    return cls(groups, **defaults, **fixed)
+    made = cls(groups, **defaults, **fixed)
+    if isinstance(given, (Muon, Muon8bit)):  # of groups that are added later
+        made._split = given._split
+    return made
 
 
 def state_bytes(optimizer: Any, without: Iterable[Tensor] = ()) -> int:

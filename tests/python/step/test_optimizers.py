@@ -77,7 +77,7 @@ def test_groups_and_options_of_muon_stay():
     own = {"ns_steps": 3, "normuon": 0.5, "adjust_lr_fn": "match_rms_adamw", "nesterov": False}
     given = OPTIM.Muon(
         model, lr=0.125, adamw={"lr": 0.5, "betas": (0.5, 0.75)}, workspace="1 MiB",
-        max_grad_norm=2.0, split={"late": 2}, **own,
+        max_grad_norm=2.0, split={"out": 2}, **own,
     )  # fmt: skip
     new = replacement(given, "8bit", "remainder16")
     assert type(new) is OPTIM.Muon8bit
@@ -85,9 +85,9 @@ def test_groups_and_options_of_muon_stay():
     for group, before in zip(new.param_groups, given.param_groups, strict=True):
         assert {name: group[name] for name in names} == {name: before[name] for name in names}
         assert group["params"] == before["params"] and group["master"] == "remainder16"
-    assert [g["split"] for g in new.param_groups if g["use_muon"]] == [None, 3]
+    assert [g["split"] for g in new.param_groups if g["use_muon"]] == [3, 2]
     assert new.whole_arguments == given.whole_arguments
-    new.add_param_group({"params": [("late", nn.Parameter(torch.ones(4, 4)))]})
+    new.add_param_group({"params": [("late.out", nn.Parameter(torch.ones(4, 4)))]})
     assert new.param_groups[-1]["split"] == 2
 
 
