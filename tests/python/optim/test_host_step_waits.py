@@ -4,6 +4,7 @@ they may give other bits, or see memory that is written while it is copied."""
 import gc
 import inspect
 import textwrap
+from functools import partial
 
 import headroom
 import pytest
@@ -171,6 +172,38 @@ def releases(engine):
     assert_equal(*runs)
 
 
+def releases_behind_the_device(engine):
+    """Gradients that the device computes, and weights that it reads, while the backward pass goes
+    on."""
+    model, optimizer = begun()
+    hosting = hosted_step(optimizer, bucket_bytes=1 << 16)
+    modes.train(model, optimizer, range(2))
+    handle = headroom.release_gradients(model, optimizer, bucket_bytes=2000)
+    prepared, put = optimizer.prepared_part, hosting._put
+    read, weights = [], []
+
+    def read_after(turn, part, step):
+        """Has begun a step, whose weights have not gone up yet."""
+        put(turn, part, step)
+        weights.extend(local.clone() for local in part.written)
+        engine.compute(lambda: read.extend(local.clone() for local in part.written))
+
+    def late(index, params, scalars):
+        for param in params:
+            grad, param.grad = param.grad, torch.full_like(param, 7)
+            engine.compute(partial(param.grad.copy_, grad))
+        return prepared(index, params, scalars)
+
+    optimizer.prepared_part, hosting._put = late, read_after
+    optimizer.zero_grad()
+    modes.loss_of(model, modes.batch(2)).backward()
+    optimizer.step()
+    engine.finish_compute()
+    assert_equal(read, weights)
+    assert_equal(contents(model, optimizer), ordinary(3))
+    handle.remove()
+
+
 def is_freed(engine):
     """An optimizer that is dropped right after a step."""
     model, optimizer = begun()
@@ -207,9 +240,10 @@ def fails(engine):
         modes.train(model, optimizer, range(2, 3))
     assert not any(work.copy for work in engine.queues["down"])
     engine.finish_compute()
-    before = contents(*_trained(2))
-    after = ordinary(3)
-    for now, was, will in zip(contents(model, optimizer), before, after):
+    weights = [param.detach().clone() for param in model.parameters()]  # as the next pass reads them
+    found = contents(model, optimizer)
+    assert_equal(found[: len(weights)], weights)
+    for now, was, will in zip(found, contents(*_trained(2)), ordinary(3)):
         assert same_bits(now, was) or same_bits(now, will) or now.numel() > 512  # is cut
     hosting._executor.submit = submit
 
@@ -220,7 +254,14 @@ def _trained(steps):
     return model, optimizer
 
 
-SCENARIOS = (steps, runs_behind_the_device, releases, is_freed, fails)
+SCENARIOS = (
+    steps,
+    runs_behind_the_device,
+    releases,
+    releases_behind_the_device,
+    is_freed,
+    fails,
+)
 
 
 def run(scenario, policy, thread):
