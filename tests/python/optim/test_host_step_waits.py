@@ -198,7 +198,7 @@ def fails(engine):
         modes.train(model, optimizer, range(2, 3))
     assert not any(work.copy for work in engine.queues["down"])
     engine.finish_compute()
-    weights = [param.detach().clone() for param in model.parameters()]  # as the next pass reads them
+    weights = [p.detach().clone() for p in model.parameters()]  # as the next pass reads them
     found = of_each(model, optimizer)
     assert_equal([now[0] for now in found], weights)
     for now, was, will in zip(found, of_each(*_trained(2)), of_each(*_trained(3))):
