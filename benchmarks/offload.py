@@ -203,7 +203,7 @@ def _pieces(optimizer: Any) -> list[int]:
 # ---- The step on the host ------------------------------------------------------------------------
 
 
-def _on_host(engine: Any, kind: str, shapes: Shapes, **options: Any) -> Any:
+def _on_host(engine: Any, kind: str, shapes: Shapes, slot: int | None, **options: Any) -> Any:
     """Returns an optimizer that is stepped on the host although its parameters are there, too: they
     stand for those of a device, whose checksums take no time."""
     from headroom.host import HostArena
@@ -215,7 +215,7 @@ def _on_host(engine: Any, kind: str, shapes: Shapes, **options: Any) -> Any:
 
     hosted.note, hosted.compare = note, lambda known, differs: differs.zero_()
     optimizer = _optimizer(kind, shapes, BF16, step=False, **options)
-    hosting = optimizer.paging = Hosting(HostArena(), None, SLOT)
+    hosting = optimizer.paging = Hosting(HostArena(), None, slot)
     hosting.engine_of = lambda device: engine
     hosting.adopt(optimizer)
     for _ in range(2):
@@ -223,15 +223,21 @@ def _on_host(engine: Any, kind: str, shapes: Shapes, **options: Any) -> Any:
     return optimizer
 
 
-def on_host(shapes: Shapes) -> Case:
-    """What the host computes in a step, with copies that take no time."""
+def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
+    """What the host computes in a step, with copies that take no time, beside a step on resident
+    states, or beside other libraries' steps on the host."""
 
     def setup(device: torch.device) -> dict[str, Any]:
         from headroom.host.engine import Inline
 
         class Nothing(Inline):
+            """Copies until it is ready: what is stepped then are gradients, and not zeros."""
+
+            is_ready = False
+
             def _copy(self, queue: str, target: Any, source: Any, after: Any) -> None:
-                pass
+                if not self.is_ready:
+                    super()._copy(queue, target, source, after)
 
         def peer(module: str) -> Callable[[], Contender]:
             def make() -> Contender:
@@ -242,31 +248,30 @@ def on_host(shapes: Shapes) -> Case:
                 tensors = filled_like(shapes, BF16, torch.device("cpu"))
                 params = [torch.nn.Parameter(x) for x in tensors]
                 for param in params:
-                    param.grad = torch.ones_like(param)
+                    param.grad = torch.randn_like(param)
                 return Contender(kind(params).step)
 
             return make
 
         def hosted() -> Contender:
-            return Contender(_on_host(Nothing(), "AdamW8bit", shapes, master="remainder16").step)
+            engine = Nothing()
+            optimizer = _on_host(engine, "AdamW8bit", shapes, None, master="remainder16")
+            engine.is_ready = True
+            return Contender(optimizer.step)
 
         def resident() -> Contender:
             return Contender(_optimizer("AdamW8bit", shapes, BF16, master="remainder16").step)
 
-        return {
-            "headroom": hosted,
-            "without": resident,
-            BNB: peer("bitsandbytes.optim"),
-            TORCHAO: peer("torchao.optim"),
-        }
+        others: dict[str, Callable[[], Contender]] = {"without": resident}
+        if beside_peers:
+            others = {BNB: peer("bitsandbytes.optim"), TORCHAO: peer("torchao.optim")}
+        return {"headroom": hosted, **others}
 
     what = "AdamW8bit, bfloat16 with remainders: step() on the host, without its copies"
-    bars = [
-        Bar("ratio", 0.95, "cpu"),
-        Bar("ratio", 20, "cpu", against=BNB),
-        Bar("ratio", 30, "cpu", against=TORCHAO),
-    ]
-    return Case("host-8bit", what, setup, "without", bars=bars)
+    if beside_peers:
+        bars = [Bar("ratio", 20, "cpu"), Bar("ratio", 30, "cpu", against=TORCHAO)]
+        return Case(name, what, setup, BNB, bars=bars)
+    return Case(name, what, setup, "without", bars=[Bar("ratio", 0.95, "cpu")])
 
 
 def on_host_over_a_link(shapes: Shapes) -> Case:
@@ -277,7 +282,7 @@ def on_host_over_a_link(shapes: Shapes) -> Case:
         from headroom.host.schedule import hosted_step, measured
 
         link = Throttled(LINK)
-        away = _on_host(link, "AdamW8bit", shapes, master="remainder16")
+        away = _on_host(link, "AdamW8bit", shapes, SLOT, master="remainder16")
         resident = _optimizer("AdamW8bit", shapes, BF16, master="remainder16")
         rates, sizes = measured(link, device), _sizes(away)
         copying, total = 2 * sum(sizes) / LINK, sum(sizes)
@@ -441,7 +446,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),
         over_a_link("link-8bit", "AdamW8bit", BF16, shapes if quick else GPT2_MEDIUM.shapes),
-        on_host(shapes),
+        on_host("host-8bit", shapes if quick else GPT2_MEDIUM.shapes),
+        on_host("host-8bit-peers", shapes, beside_peers=True),
         on_host_over_a_link(shapes if quick else GPT2_MEDIUM.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
         streamed(quick),

@@ -156,7 +156,7 @@ class ReleaseHandle:
     def remove(self) -> None:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
-        self._strategy.restart()
+        self._strategy.end()
         if self._optimizer.release_handle is self:
             self._optimizer.release_handle = None
 

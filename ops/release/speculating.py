@@ -38,6 +38,11 @@ class Speculating(Stepping):
         if isinstance(self.optimizer.paging, Hosting):
             self.optimizer.paging.discard()
 
+    def end(self) -> None:
+        super().end()
+        if isinstance(self.optimizer.paging, Hosting):
+            self.optimizer.paging.drop_seconds(self.optimizer)
+
     def _step_finite(self, params: list[Tensor], scale: Tensor | None) -> None:
         norms = self._norms.measure(params, scale)
         if self._flag is not None:
@@ -61,6 +66,7 @@ class Speculating(Stepping):
         self._verdict = measured = self._norms.total(self.max_norm)
         optimizer, hosting = self.optimizer, self._hosting
         optimizer.grad_norm = measured.norm
+        self.has_stepped = not measured.found_inf  # if it fails, a part has been
         if measured.found_inf:
             optimizer.restart_stalled()
             hosting.discard()

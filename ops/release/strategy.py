@@ -47,6 +47,10 @@ class Strategy:
     def restart(self) -> None:
         """Forgets everything of the step that runs, or prepares for the first."""
 
+    def end(self) -> None:
+        """Forgets the step that runs, and gives back what steps needed."""
+        self.restart()
+
     @property
     def has_begun(self) -> bool:
         """Returns whether backward has begun a step that :meth:`finish` must finish."""

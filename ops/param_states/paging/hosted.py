@@ -10,9 +10,8 @@ which stays as it was: the two change places when all gradients are known.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,6 +96,7 @@ class Task:
     check: Check | None
     commits: bool  # whether the weights go up
     again: bool  # whether the gradients are those that the first places hold
+    threads: int  # for the op
     future: Future[None] | None = None
 
 
@@ -127,13 +127,10 @@ class Hosting(Paging):
         self._last: dict[Engine, Any] = {}  # the tickets of the last copies up
         self._brought: list[tuple[Tensor, HostedHome]] = []
 
-    def __del__(self) -> None:
-        for task in getattr(self, "_tasks", ()):
+    def _end(self) -> None:
+        for task in self._tasks:
             task.future.exception()
-        for home in getattr(self, "_seconds", {}).values():
-            with contextlib.suppress(BaseException):
-                home.wait()
-        super().__del__()
+        super()._end()
 
     # ---- where states lie -----------------------------------------------------------------------
 
@@ -173,7 +170,7 @@ class Hosting(Paging):
         super().adopt(optimizer, groups, state)
         for param in [*self._seconds]:
             if param not in self._homes:
-                self._seconds.pop(param).wait()
+                del self._seconds[param]
         self._turns.clear()
 
     def release(self, optimizer: Any) -> None:
@@ -187,9 +184,7 @@ class Hosting(Paging):
         """Waits until what was begun on the host has been stepped, and its weights have gone up."""
         while self._tasks:
             self._retire()
-        super().wait()
-        for home in self._seconds.values():
-            home.wait()
+        super().wait()  # copies from second places were begun before those from the first
 
     def memory(self, optimizer: Any) -> HostingMemory:
         """Returns the bytes in the arena, by what they are for."""
@@ -218,6 +213,26 @@ class Hosting(Paging):
             second = HostedHome(slab, first, home.fields, self.engine_of(device))
             self._seconds[param] = second
             first += home.size
+
+    def drop_seconds(self, optimizer: Any) -> None:
+        """Frees the second places. What was made there is forgotten."""
+        self.discard()
+        if not self._seconds:
+            return
+        self.wait()
+        held: Counter[int] = Counter()
+        for home in self._homes.values():
+            held[home.slab.data_ptr()] += home.size
+        for param, second in self._seconds.items():
+            home = self._homes[param]
+            # A parameter without a gradient has not changed its place when others did.
+            if held[second.slab.data_ptr()] > held[home.slab.data_ptr()]:
+                second.run.copy_(home.run)
+                second.sums = home.sums
+                self._homes[param] = second
+                optimizer.state[param].update(second.views)
+        self._seconds.clear()
+        self._turns.clear()  # which have the places
 
     # ---- the calls of a step --------------------------------------------------------------------
 
@@ -349,9 +364,10 @@ class Hosting(Paging):
                 for i, (source, here) in enumerate(sources):
                     loose = engine.down(here, source, () if i else after)
             commits = again or turn.firsts is None
-            task = Task(turn, part, step, sources, loose, check, commits, again)
             if self._executor is None:
-                self._executor = executor()
+                self._executor, self._allowed = executor(), threads_allowed()
+            threads = min(torch.get_num_threads(), self._allowed)
+            task = Task(turn, part, step, sources, loose, check, commits, again, threads)
             task.future = self._executor.submit(self._stepped, task)
             self._tasks.append(task)
             turn.slots.users[part.slot] = task
@@ -389,6 +405,7 @@ class Hosting(Paging):
     def _stepped(self, task: Task) -> None:
         """Steps a part, on the thread of the host."""
         turn, part, check = task.turn, task.part, task.check
+        use_threads(task.threads)
         if task.ticket is not None:
             turn.engine.sync(task.ticket)
         task.grads = []
@@ -516,20 +533,18 @@ class Hosting(Paging):
 
 def executor() -> Executor:
     """Returns the thread that steps."""
-    return ThreadPoolExecutor(1, "headroom-step", limit_threads)
+    return ThreadPoolExecutor(1, "headroom-step")
 
 
-def limit_threads() -> None:
-    """Lets ops on this thread run on no more threads than the process has processors for, by its
-    affinity and by the quota of its cgroup: torch knows the former at best, and threads without a
-    processor make the others wait."""
-    allowed = threads_allowed()
-    if torch.get_num_threads() > allowed:
-        torch.set_num_threads(allowed)
+def use_threads(count: int) -> None:
+    """Lets ops that are called on this thread run on so many: torch counts for each by itself."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def threads_allowed(root: Path = Path("/")) -> int:
-    """Returns how many threads the process has processors for."""
+    """Returns how many threads the process has processors for, by its affinity and by the quota of
+    its cgroup: torch knows the former at best, and threads without a processor make others wait."""
     quota = cgroup_cpus(root)
     affinity = len(os.sched_getaffinity(0))
     return affinity if quota is None else max(1, min(affinity, int(quota)))

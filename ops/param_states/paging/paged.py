@@ -8,6 +8,8 @@ piece is one call of the optimizer's op, on states in a slot instead of those in
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -87,6 +89,7 @@ class Paging:
         return engine_of(device)
 
     def _forget(self) -> None:
+        self._process = os.getpid()
         self.resident: set[Tensor] = set()
         self._homes: dict[Tensor, Home] = {}
         self._rings: dict[torch.device, Ring] = {}
@@ -104,9 +107,16 @@ class Paging:
         self._forget()
 
     def __del__(self) -> None:
-        for home in getattr(self, "_homes", {}).values():
+        # A forked process has neither the memory nor the threads, and when the interpreter ends,
+        # the memory ends with the process.
+        if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
+            self._end()
+
+    def _end(self) -> None:
+        """Waits for what uses the memory that is about to be freed."""
+        for home in self._homes.values():
             with contextlib.suppress(BaseException):  # nobody could catch what a finalizer raises
-                home.wait()  # the memory that copies use is about to be freed
+                home.wait()
 
     # ---- where states lie -----------------------------------------------------------------------
 

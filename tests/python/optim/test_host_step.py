@@ -3,6 +3,9 @@ thread, with everything that a loop does."""
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 
 import headroom
@@ -218,6 +221,14 @@ def released(make, clip, steps, on_host=True, scaled=None, bad=None, after=lambd
             scaler.update()
         after()
         norms.append(optimizer.grad_norm.item())
+    if on_host:
+        hosting = optimizer.paging
+        held = hosting.memory(optimizer)
+        assert held.second == held.host
+        handle.remove()  # gives the second places back
+        assert hosting.memory(optimizer) == held._replace(second=0)
+        gc.collect()
+        assert hosting.arena.bytes == sum(held) - held.second
     handle.remove()
     return (model, optimizer), [norm for norm in norms if norm == norm]
 
@@ -232,8 +243,6 @@ def test_clipping_beside_the_backward_pass_is_exact(policy, limit, thread):
         found, other = released(make, None, 5, after=engine.finish_compute)
         assert other == norms
         assert_same_run(wanted, found)
-        memory = found[1].paging.memory(found[1])
-        assert memory.second == memory.host
         found[1].offload_handle.wait()
         del found
 
@@ -600,22 +609,25 @@ def test_threads_are_within_the_affinity_and_the_quota(quota, wanted, tmp_path, 
     (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/job/cpu.max").write_text(quota)
     assert hosted.threads_allowed(tmp_path) == wanted
-    monkeypatch.setattr(hosted, "threads_allowed", lambda: wanted)
-    set_to = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    hosted.limit_threads()
-    assert set_to == ([wanted] if wanted < 8 else [])
 
 
-def test_the_thread_of_the_steps_is_limited(monkeypatch):
-    called = []
-    monkeypatch.setattr(hosted, "limit_threads", lambda: called.append(threading.current_thread()))
+@pytest.mark.parametrize("allowed, wanted", [(1, [1, 1]), (3, [3, 2]), (64, [4, 2])])
+def test_steps_use_the_threads_of_torch_that_are_allowed(allowed, wanted, monkeypatch):
+    """Also where torch has got fewer since."""
+    monkeypatch.setattr(hosted, "threads_allowed", lambda: allowed)
     model = modes.build(torch.bfloat16)
     optimizer = small(model)
     hosted_step(optimizer)
-    modes.train(model, optimizer, range(2))
-    assert [thread.name[:13] for thread in called] == ["headroom-step"]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (4, 2):
+            torch.set_num_threads(threads)
+            modes.train(model, optimizer, [0])
+            found.append(optimizer.paging._executor.submit(torch.get_num_threads).result())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found == wanted
 
 
 def test_the_bytes_of_each_parameter():
@@ -628,11 +640,66 @@ def test_the_bytes_of_each_parameter():
         handle = headroom.release_gradients(model, optimizer)
         model(torch.ones(1, 1024).bfloat16()).sum().backward()
         optimizer.step()
-        handle.remove()
         memory = hosting.memory(optimizer)
         held = memory.host + memory.second
         assert held / model.weight.numel() == pytest.approx(wanted, rel=0.01)
         assert hosting.arena.bytes == sum(memory)
+        handle.remove()
+
+
+def test_places_that_differ_are_given_back():
+    """A parameter that had no gradient lies where the others did before."""
+    runs = []
+    for on_host in (False, True):
+        model = modes.build(torch.bfloat16)
+        optimizer = small(model, max_grad_norm=1e9)
+        if on_host:
+            hosting = hosted_step(optimizer)
+            handle = headroom.release_gradients(model, optimizer, bucket_bytes=2000)
+        for step in range(3):
+            optimizer.zero_grad()
+            model.mix.requires_grad_(step != 1)
+            modes.loss_of(model, modes.batch(step)).backward()
+            optimizer.step()
+        runs.append((model, optimizer))
+    homes = hosting._homes
+    assert len({home.slab.data_ptr() for home in homes.values()}) == 2
+    handle.remove()
+    assert len({home.slab.data_ptr() for home in homes.values()}) == 1
+    for step in (3, 4):
+        for model, optimizer in runs:
+            modes.train(model, optimizer, [step])
+    assert_same_run(*runs)
+
+
+END = """
+import threading
+import headroom, torch
+from helpers.copies import hosted_step
+
+model = torch.nn.Linear(64, 64, bias=False)
+optimizer = headroom.optim.AdamW(model.parameters(), max_grad_norm=0.1)
+hosting = hosted_step(optimizer, bucket_bytes=1 << 16)
+handle = headroom.release_gradients(model, optimizer)
+for step in range(2):
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+begun, go_on = threading.Event(), threading.Event()
+hosting._executor.submit(lambda: (begun.set(), go_on.wait(5)))
+model(torch.ones(1, 64)).sum().backward()
+begun.wait()
+assert hosting._tasks
+threading.Timer(0.2, go_on.set).start()
+print("ends")
+"""
+
+
+def test_a_process_ends_with_a_step_on_its_way():
+    """Which is made, or not, but nothing waits for a thread that is not there any more."""
+    command = [sys.executable, "-c", END]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
 def test_on_the_cpu_the_step_is_there_already():
