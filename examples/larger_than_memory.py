@@ -11,16 +11,19 @@ without a limit. A full fine-tune also releases each gradient as soon as it has 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import ctypes
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import headroom
+import torch
+from headroom.nn import Transformer, TransformerConfig
+
 STEPS = 3
-OUT_OF_MEMORY = 3  # the exit code of a process that was refused memory
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def private_bytes() -> int:
@@ -30,71 +33,77 @@ def private_bytes() -> int:
     return int(found["VmData"].split()[0]) << 10
 
 
-def train(kind: str, stream: bool, share: float | None, layers: int, hidden: int) -> dict[str, Any]:
-    """Trains for some steps, and returns the losses and the bytes of the weights.
+def made(kind: str, stream: bool, layers: int, hidden: int, folder: str) -> tuple[Any, Any]:
+    """Returns a model, and an optimizer for it.
 
     Args:
         kind: "full", or "lora", over weights that are frozen.
-        stream: whether weights, and states, are in files.
+        stream: whether weights, and states, are in files of the folder.
+    """
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=256, hidden_size=hidden, layers=layers, heads=8, features=hidden * 8 // 3
+    )
+    model = Transformer(config, save="L5")
+    if kind == "lora":
+        headroom.lora(model, rank=4)
+    disk = headroom.HostArena(file=folder)
+    if stream:
+        headroom.patch(model, save="L5", weights="host", host=disk)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = headroom.optim.AdamW(trained, lr=1e-3)
+    if kind == "full":
+        headroom.release_gradients(model, optimizer)
+        if stream:
+            headroom.optim.offload(optimizer, host=disk, bucket_bytes=1 << 20)
+    return model, optimizer
+
+
+def losses_of(model: Any, optimizer: Any) -> list[str]:
+    """Trains for some steps, and returns the losses, all of their digits."""
+    ids = torch.randint(256, (2, 32))
+    losses = []
+    for _ in range(STEPS):
+        loss = model(ids, labels=ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def train(kind: str, stream: bool, share: float | None, layers: int, hidden: int) -> dict[str, Any]:
+    """Returns the losses of a training, and the bytes of the weights.
+
+    Args:
         share: of the bytes of the weights, that the process may have beside what it has before the
             model is made; None: as many as it wants.
     """
-    import headroom
-    import torch
-
     torch.set_num_threads(1)
-    warm = torch.nn.Linear(64, 64)
-    warm(torch.randn(64, 64)).sum().backward()  # the threads of autograd have stacks
-    before = private_bytes()
-
-    torch.manual_seed(0)
-    config = headroom.nn.TransformerConfig(
-        vocab_size=256, hidden_size=hidden, layers=layers, heads=8, features=hidden * 8 // 3
-    )
-    model = headroom.nn.Transformer(config, save="L5")
-    weights = sum(p.nbytes for p in model.parameters())
-    if kind == "lora":
-        headroom.lora(model, rank=4)
+    # Large tensors come from the system and go back to it, so that the limit sees what is used.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     with tempfile.TemporaryDirectory() as folder:
-        disk = headroom.HostArena(file=folder)
-        if stream:
-            headroom.patch(model, save="L5", weights="host", host=disk)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = headroom.optim.AdamW(trained, lr=1e-3)
-        if kind == "full":
-            headroom.release_gradients(model, optimizer)
-            if stream:
-                headroom.optim.offload(optimizer, host=disk, bucket_bytes=1 << 20)
+        losses_of(*made(kind, stream, 2, 64, folder))  # all modules and threads are there then
+        before = private_bytes()
+        model, optimizer = made(kind, stream, layers, hidden, folder)
+        weights = sum(p.nbytes for p in model.parameters())
         if share is not None:
             limit = before + int(share * weights)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        ids = torch.randint(256, (2, 32))
-        losses = []
-        for _ in range(STEPS):
-            loss = model(ids, labels=ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item().hex())
-        return {"losses": losses, "weights": weights}
+        return {"losses": losses_of(model, optimizer), "weights": weights}
 
 
-def run(kind: str, stream: bool, share: float | None, layers: int, hidden: int) -> Any:
+def run(*arguments: Any) -> dict[str, Any] | None:
     """Returns what :func:`train` does in a process of its own; None if it was refused memory."""
-    arguments = json.dumps([kind, stream, share, layers, hidden])
-    # Large tensors come from the system and go back to it, so that the limit sees what is used.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--train", arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == OUT_OF_MEMORY:
-        return None
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        try:
+            return process.submit(train, *arguments).result()
+        except MemoryError:
+            return None
+        except RuntimeError as error:  # that of torch
+            if "allocate memory" in str(error):
+                return None
+            raise
 
 
 def main(layers: int, hidden: int) -> None:
@@ -121,14 +130,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.train is None:
-        main(given.layers, given.hidden)
-    else:
-        try:
-            print(json.dumps(train(*json.loads(given.train))))
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-                raise
-            sys.exit(OUT_OF_MEMORY)
+    main(given.layers, given.hidden)

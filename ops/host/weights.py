@@ -294,7 +294,7 @@ class _Slot:
         backward pass takes one that was made before others after those: after the pass of the block
         in front, which is computed while gradients are copied."""
         trained = self.block.trained()
-        way = _Way(self.block, trained)
+        way = _Way(trained)
         self._way = way, (_Arrive.apply(way, *trained) if trained else ())
         return self._way
 
@@ -303,6 +303,7 @@ class _Slot:
         if found is None or found[0].params != self.block.trained():
             found = self.begin_way()
         self._way = None
+        found[0].block = self.block
         return found
 
     def wait(self) -> None:
@@ -688,10 +689,17 @@ class _Arrival:
 
 
 class _Way:
-    """How the gradients of one call reach the parameters."""
+    """How the gradients of one call reach the parameters.
 
-    def __init__(self, block: StreamedBlock, params: list[nn.Parameter]) -> None:
-        self.block, self.params = block, params
+    Attributes:
+        block: that is called. A way that waits for its call has none: a block with a graph that has
+            the block would never be freed.
+    """
+
+    block: StreamedBlock
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
         self._arrival: _Arrival | None = None
 
     def down(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

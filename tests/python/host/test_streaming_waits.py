@@ -2,6 +2,7 @@
 other bits, or sees memory that is used too early."""
 
 import gc
+import weakref
 
 import headroom
 import pytest
@@ -50,6 +51,18 @@ WAITS = {  # the class, the method, what it says, and what it says without the w
     "gradients of a pass that raised are not held any longer": (
         *(streaming.Stream, "slot"),
         *("self.settle_gradients()", "pass"),
+    ),
+    "copies have ended before weights move": (
+        *(streaming.StreamedBlock, "_adopt"),
+        *("self.stream.settle()", "pass"),
+    ),
+    "weights that nobody used have arrived before a slot is freed": (
+        *(streaming._Slot, "__del__"),
+        *("self.sync()", "pass"),
+    ),
+    "copies of a pass that raised have ended before weights go back": (
+        *(streaming.Stream, "free"),
+        *("self.settle()", "pass"),
     ),
 }
 
@@ -137,24 +150,35 @@ def is_looked_into(engine):
 def is_left_half_way(engine):
     """A backward pass raises while gradients are on their way."""
     model = tower()
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[1].second.register_full_backward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        model(x()).sum().backward()
-    handle.remove()
+    raises(model, 1)
     with torch.no_grad():
         model(x())
     assert not stream_of(model)._arrivals
+
+
+def raises(model, block):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[block].second.register_full_backward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(x()).sum().backward()
+    handle.remove()
+
+
+def goes_back_half_way(engine):
+    model = tower()
+    raises(model, 0)  # nothing is prefetched then, whose end would be waited for
+    headroom.unpatch(model)
+    gc.collect()
 
 
 def moves(engine):
     """Weights that are cast while a block that was not called is prefetched."""
     model = tower()
     model.order = range(2)
-    model(x())
+    with torch.no_grad():
+        model(x())
     model.double()
 
 
@@ -170,8 +194,10 @@ def is_freed(engine):
     model = tower()
     model.order = range(2)
     model(x())
+    block = weakref.ref(model.blocks[2])
     del model
     gc.collect()
+    assert block() is None
 
 
 def stream_of(model):
@@ -184,6 +210,7 @@ SCENARIOS = (
     is_written_after_a_part_of_a_backward_pass,
     is_looked_into,
     is_left_half_way,
+    goes_back_half_way,
     moves,
     goes_back,
     is_freed,
