@@ -1,9 +1,10 @@
 """What the host costs: a step whose states are in the arena, and a GPT whose blocks keep what they
-save there, each beside the same without it and plain copies of as many bytes; and a step whose
-states come over a slow link, beside what a simulation says."""
+save there, each beside the same without it and plain copies of as many bytes; a step whose states
+come over a slow link, beside what a simulation says; and a step on the host."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import time
@@ -14,10 +15,11 @@ import torch
 
 from ._link import Throttled
 from ._model import GPT2_MEDIUM, Shapes, filled_like, model_for
-from .harness import Bar, Case, Contender, Share
+from .harness import Bar, Case, Contender, Share, Unavailable
 
 F32, BF16 = torch.float32, torch.bfloat16
 COPIES = "without, then copies"
+BNB, TORCHAO = "bitsandbytes 8-bit", "torchao 8-bit"
 FILES = "without, then reads and writes"
 HIDDEN = "0.7 of it hidden"
 SIMULATED = "simulated"
@@ -153,13 +155,7 @@ def over_a_link(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **opti
             paged.offload_handle.wait()
 
         def until(end: Callable[[float], float]) -> Callable[[], Contender]:
-            def call() -> None:
-                start = time.perf_counter()
-                resident.step()
-                wanted = start + end(time.perf_counter() - start)
-                time.sleep(max(0, wanted - time.perf_counter()))
-
-            return lambda: Contender(_on_one_core(call))
+            return lambda: Contender(_on_one_core(_then_asleep(resident.step, end)))
 
         return {
             "headroom": lambda: Contender(_on_one_core(offloaded)),
@@ -203,6 +199,138 @@ def _pieces(optimizer: Any) -> list[int]:
         for bucket in optimizer._plan(group).buckets
         for piece in pieces_of(bucket, paging._homes, ring, size)
     ]
+
+
+# ---- The step on the host ------------------------------------------------------------------------
+
+
+def _on_host(engine: Any, kind: str, shapes: Shapes, slot: int | None, **options: Any) -> Any:
+    """Returns an optimizer that is stepped on the host although its parameters are there, too: they
+    stand for those of a device, whose checksums take no time."""
+    from headroom.host import HostArena
+    from headroom.param_states.paging import Hosting, hosted
+
+    def note(brought: Any) -> None:
+        for local, home in brought:
+            home.sums = local
+
+    hosted.note, hosted.compare = note, lambda known, differs: differs.zero_()
+    optimizer = _optimizer(kind, shapes, BF16, step=False, **options)
+    hosting = optimizer.paging = Hosting(HostArena(), None, slot)
+    hosting.engine_of = lambda device: engine
+    hosting.adopt(optimizer)
+    for _ in range(2):
+        optimizer.step()
+    return optimizer
+
+
+def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
+    """What the host computes in a step, with copies that take no time, beside a step on resident
+    states, or beside other libraries' steps on the host."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        from headroom.host.engine import Inline
+
+        class Nothing(Inline):
+            """Copies until it is ready: what is stepped then are gradients, and not zeros."""
+
+            is_ready = False
+
+            def _copy(self, queue: str, target: Any, source: Any, after: Any) -> None:
+                if not self.is_ready:
+                    super()._copy(queue, target, source, after)
+
+        def peer(module: str) -> Callable[[], Contender]:
+            def make() -> Contender:
+                try:
+                    kind = importlib.import_module(module).AdamW8bit
+                except ImportError as error:
+                    raise Unavailable("not installed") from error
+                tensors = filled_like(shapes, BF16, torch.device("cpu"))
+                params = [torch.nn.Parameter(x) for x in tensors]
+                for param in params:
+                    param.grad = torch.randn_like(param)
+                return Contender(kind(params).step)
+
+            return make
+
+        def hosted() -> Contender:
+            engine = Nothing()
+            optimizer = _on_host(engine, "AdamW8bit", shapes, None, master="remainder16")
+            engine.is_ready = True
+            return Contender(optimizer.step)
+
+        def resident() -> Contender:
+            return Contender(_optimizer("AdamW8bit", shapes, BF16, master="remainder16").step)
+
+        others: dict[str, Callable[[], Contender]] = {"without": resident}
+        if beside_peers:
+            others = {BNB: peer("bitsandbytes.optim"), TORCHAO: peer("torchao.optim")}
+        return {"headroom": hosted, **others}
+
+    what = "AdamW8bit, bfloat16 with remainders: step() on the host, without its copies"
+    if beside_peers:
+        bars = [Bar("ratio", 20, "cpu"), Bar("ratio", 30, "cpu", against=TORCHAO)]
+        return Case(name, what, setup, BNB, bars=bars)
+    return Case(name, what, setup, "without", bars=[Bar("ratio", 0.95, "cpu")])
+
+
+def on_host_over_a_link(shapes: Shapes) -> Case:
+    """A step on the host on one core, while threads copy on another as a link would. The other
+    contenders step with resident states, and sleep for as long as the rest takes."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        from headroom.host.schedule import hosted_step, measured
+
+        link = Throttled(LINK)
+        away = _on_host(link, "AdamW8bit", shapes, SLOT, master="remainder16")
+        resident = _optimizer("AdamW8bit", shapes, BF16, master="remainder16")
+        rates, sizes = measured(link, device), _sizes(away)
+        copying, total = 2 * sum(sizes) / LINK, sum(sizes)
+
+        def offloaded() -> None:
+            away.step()
+            away.offload_handle.wait()
+
+        def until(end: Callable[[float], float]) -> Callable[[], Contender]:
+            return lambda: Contender(_on_one_core(_then_asleep(resident.step, end)))
+
+        def simulated(step: float) -> float:
+            seconds = [step * size / total for size in sizes]
+            return hosted_step([(size, size) for size in sizes], seconds, rates).makespan
+
+        return {
+            "headroom": lambda: Contender(_on_one_core(offloaded)),
+            "without": lambda: Contender(_on_one_core(resident.step)),
+            COPIES: until(lambda step: step + copying),
+            HIDDEN: until(lambda step: max(step, copying) + 0.3 * min(step, copying)),
+            SIMULATED: until(simulated),
+        }
+
+    what = "AdamW8bit, bfloat16 with remainders: step() on the host, one core, over 2 GB/s each way"
+    bars = [
+        Share("time", "headroom", HIDDEN, 1.0, "cpu"),
+        Share("time", "headroom", SIMULATED, 1.1, "cpu"),
+    ]
+    return Case("step-8bit", what, setup, COPIES, bars=bars)
+
+
+def _then_asleep(step: Callable[[], object], end: Callable[[float], float]) -> Callable[[], None]:
+    """Steps, and sleeps until the time that ``end`` says for a step of so many seconds."""
+
+    def call() -> None:
+        start = time.perf_counter()
+        step()
+        wanted = start + end(time.perf_counter() - start)
+        time.sleep(max(0, wanted - time.perf_counter()))
+
+    return call
+
+
+def _sizes(optimizer: Any) -> list[int]:
+    """Returns the bytes of the gradients of each part that a step on the host takes."""
+    turns = optimizer.paging._turns.values()
+    return [sum(here.numel() for _, here in part.ups) for _, parts in turns for part in parts]
 
 
 # ---- What blocks keep ----------------------------------------------------------------------------
@@ -384,6 +512,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),
         over_a_link("link-8bit", "AdamW8bit", BF16, shapes if quick else GPT2_MEDIUM.shapes),
+        on_host("host-8bit", shapes if quick else GPT2_MEDIUM.shapes),
+        on_host("host-8bit-peers", shapes, beside_peers=True),
+        on_host_over_a_link(shapes if quick else GPT2_MEDIUM.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
         streamed(quick),
         streamed_from_files(quick),

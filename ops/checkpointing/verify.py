@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._core.dtensor import local_part
 from .._core.running_modules import watching_modules
 from .._core.surroundings import is_plain, is_trained, viewed
-from .checksums import BLOCK_BYTES, checksums, first_difference
+from ..host.checksums import BLOCK_BYTES, checksums, first_difference
 
 
 class RecomputeError(RuntimeError):

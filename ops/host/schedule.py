@@ -20,7 +20,12 @@ SMALL = 4 << 10  # bytes of one whose latency is
 
 
 def paged_step(
-    pieces: Sequence[int], step_seconds: float, link: Link, slots: int = 3, copies: int = 1
+    pieces: Sequence[int],
+    step_seconds: float,
+    link: Link,
+    slots: int = 3,
+    copies: int = 1,
+    before: Sequence[float] = (),
 ) -> Schedule:
     """Returns the schedule of an optimizer step whose states pass through a ring.
 
@@ -29,6 +34,8 @@ def paged_step(
         step_seconds: of all pieces together.
         slots: of the ring.
         copies: of each piece, in each direction.
+        before: the seconds that the device computes before it steps each piece, such as those of
+            the backward pass that the gradients come from which are released then.
     """
     schedule, total = Schedule(link), sum(pieces) or 1
     arrived: list[int] = []
@@ -45,6 +52,8 @@ def paged_step(
         for ahead in range(len(arrived), min(i + slots, len(pieces))):
             free = stored[ahead - slots : ahead - slots + 1] if ahead >= slots else []
             arrived.append(copied("up", pieces[ahead], free))
+        if before:
+            schedule.compute(before[i])
         stepped = schedule.compute(step_seconds * size / total, [arrived[i]])
         stored.append(copied("down", size, [stepped]))
     return schedule
@@ -56,6 +65,40 @@ def paged_step_seconds(
     """Returns the seconds of an optimizer step whose states pass through a ring, until the last
     piece has been stepped; its copy down goes on beside what follows. See :func:`paged_step`."""
     return step_seconds + paged_step(pieces_bytes, step_seconds, link, slots, copies).exposed
+
+
+def hosted_step(
+    buckets: Sequence[tuple[int, int]],
+    step_seconds: Sequence[float],
+    link: Link,
+    ready: Sequence[float] = (),
+    slots: int = 3,
+) -> Schedule:
+    """Returns the schedule of an optimizer step on the host: gradients go down, the host steps, and
+    weights go up, one bucket after the other. Its ``exposed`` is how much later than the backward
+    pass the device has all weights.
+
+    Args:
+        buckets: the bytes of the gradients and of the weights of each.
+        step_seconds: of each, on the host.
+        ready: when the gradients of each are there, in seconds from the beginning of the backward
+            pass, in rising order. Empty: all are, before the step.
+        slots: for gradients on the host. A bucket goes down when the step that used its slot has
+            ended.
+    """
+    schedule, stepped, weights = Schedule(link), list[int](), list[int]()
+    now: float = 0
+    for i, ((grad_bytes, weight_bytes), seconds) in enumerate(zip(buckets, step_seconds)):
+        computed: list[int] = []
+        if ready:
+            computed = [schedule.compute(ready[i] - now)]
+            now = ready[i]
+        free = stepped[i - slots : i - slots + 1] if i >= slots else []
+        arrived = schedule.copy("down", grad_bytes, [*computed, *free])
+        stepped.append(schedule.on_host(seconds, [arrived]))
+        weights.append(schedule.copy("up", weight_bytes, [stepped[-1]]))
+    schedule.compute(0, weights)  # what comes next reads them
+    return schedule
 
 
 def blocks_step(

@@ -1,7 +1,8 @@
-"""Simulates the queues of a device and its link: when copies and computation run.
+"""Simulates the queues of a device, its link and the host: when copies and computation run.
 
-The device computes, and copies up and down, in three queues. Work begins when the work before it in
-its queue has ended and what it waits for has; the caller goes on meanwhile, unless it waits, too.
+The device computes, copies go up and down, and the host computes, in four queues. Work begins when
+the work before it in its queue has ended and what it waits for has; the caller goes on meanwhile,
+unless it waits, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+QUEUES = ("compute", "up", "down", "host")
 
 
 class Link(NamedTuple):
@@ -47,7 +50,8 @@ class Times(NamedTuple):
 
 class Schedule:
     """Work in the order of the calls that give it to a device, as to an engine. Copies of a link
-    that is not asynchronous run in the queue of the computation."""
+    that is not asynchronous run in the queue of the computation, and so does what the host
+    computes: it is the device then."""
 
     def __init__(self, link: Link) -> None:
         self.link, self.works = link, list[Work]()
@@ -59,6 +63,11 @@ class Schedule:
         """Gives the device so many seconds to compute. Returns the number of the work."""
         self._computed += seconds
         return self._add("compute", seconds, 0, after)
+
+    def on_host(self, seconds: float, after: Iterable[int] = ()) -> int:
+        """Gives the host so many seconds to compute. Returns the number of the work."""
+        queue = "host" if self.link.is_asynchronous else "compute"
+        return self._add(queue, seconds, 0, after)
 
     def copy(self, queue: str, size: int, after: Iterable[int] = ()) -> int:
         """Copies bytes ``"up"`` or ``"down"``. Returns the number of the work."""
@@ -92,7 +101,8 @@ class Schedule:
 
     @property
     def exposed(self) -> float:
-        """Returns how many seconds later than without copies the device has computed all."""
+        """Returns how many seconds later than without copies, and without the host, the device has
+        computed all."""
         ends = self.times().ends
         return max((ends[i] for i in self.mark()), default=0) - self._computed
 
@@ -103,7 +113,7 @@ class _Running:
     def __init__(self, work: Work, link: Link, now: float) -> None:
         self.queue, self.bytes, self.link = work.queue, work.size, link
         self.since, self.seconds = now, work.seconds
-        self.rate = 1 if work.queue == "compute" else link.rate(work.queue, False)
+        self.rate = link.rate(work.queue, False) if work.queue in ("up", "down") else 1
 
     @property
     def end(self) -> float:
@@ -121,7 +131,7 @@ class _Running:
 
 def simulated(works: Sequence[Work], link: Link) -> Times:
     """Returns when each work begins and ends."""
-    queues: dict[str, deque[int]] = {"compute": deque(), "up": deque(), "down": deque()}
+    queues: dict[str, deque[int]] = {name: deque() for name in QUEUES}
     for i, work in enumerate(works):
         queues[work.queue].append(i)
     found = Times([0] * len(works), [0] * len(works))

@@ -235,9 +235,14 @@ class Stream:
             self._slabs.trim()
 
     @property
+    def slots(self) -> list[Tensor]:
+        """Returns the memory of the slots that exist."""
+        return [one.run for found in self._memories.values() for one in found]
+
+    @property
     def slot_bytes(self) -> int:
         """Returns the bytes of the slots that exist."""
-        return sum(one.run.nbytes for found in self._memories.values() for one in found)
+        return sum(run.nbytes for run in self.slots)
 
 
 def _taken(arena: HostArena, size: int, device: torch.device) -> Tensor:
@@ -590,7 +595,10 @@ class _Call:
                 for i, x in zip(trained, fetched):
                     tensors[i] = x
         for x, p in zip(tensors, self.params):
-            x.__class__ = nn.Parameter  # by which layers know their weights
+            if isinstance(x, FakeTensor):
+                x._is_param = True  # type: ignore[attr-defined]
+            else:
+                x.__class__ = nn.Parameter  # by which layers know their weights
             setattr(x, LENT_FOR, p)
         return tensors
 

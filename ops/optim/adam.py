@@ -57,7 +57,7 @@ class Adam(Optimizer):
         count_stalled: count the weights that each step is too small to move, for
             :meth:`stalled_fraction`.
         offload, budget: ``"state"`` keeps the state on the host, but for as much as the budget has
-            room for; see :func:`headroom.optim.offload`.
+            room for; ``"step"`` also steps there; see :func:`headroom.optim.offload`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
@@ -102,7 +102,7 @@ class Adam(Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         defaults = own_arguments(locals()) | {"betas": _numbers(betas)}

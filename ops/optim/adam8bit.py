@@ -89,7 +89,7 @@ class Adam8bit(EightBit, Adam):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
         min_8bit_size: int = 4096,
         block_size: int = 256,

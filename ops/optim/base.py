@@ -102,6 +102,7 @@ class Optimizer(StatefulOptimizer):
     release_handle: Any = None  # the ReleaseHandle that steps parameters inside backward
     paging: Paging | None = None  # what keeps the states on the host
     refuses_offload: str | None = None  # why states stay on the device, if they must
+    refuses_host_step: str | None = None  # why they are stepped there, if they must
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Optimizer(StatefulOptimizer):
         defaults: dict[str, Any],
         *,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         self._stalled = StalledWeights() if count_stalled else None
@@ -238,6 +239,8 @@ class Optimizer(StatefulOptimizer):
         count = self.prepared_count(scalars.found_inf)
         self.restart_stalled()
         self._run(calls)
+        if self.paging is not None:
+            self.paging.finish()
         count()
 
     @property

@@ -144,7 +144,7 @@ class SGD(OneMoment):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         super().__init__(params, own_arguments(locals()))
@@ -213,7 +213,7 @@ class Lion(OneMoment):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
     ) -> None:
         super().__init__(params, own_arguments(locals()))

@@ -19,6 +19,8 @@ def explained(
     grads: Sequence[Tensor],
 ) -> Exception:
     """Returns the error that an op on these parameters raised, or a clearer one."""
+    if "; index " in str(error):  # a step on the host has done so
+        return error
     ours, groups = type(optimizer).__name__, optimizer.param_groups
     for param, grad in zip(params, grads):
         if grad.layout != torch.strided or param.layout != torch.strided:

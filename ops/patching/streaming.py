@@ -101,11 +101,11 @@ def stream_weights(
         raise TypeError(f"headroom.patch: host is {arena!r}, wanted a headroom.HostArena")
     arena = default_arena() if arena is None else arena
     stream, there = Stream(arena, prefetch), {id(block.module): block for block in before}
-    places = _places(model)
+    places = places_of(model)
     found = []
     stream.root = weakref.ref(model)
     for layer in layers:
-        stay = _staying(layer, places, report)
+        stay = staying(layer, places, report)
         block = there.get(id(layer.module))
         if block is None or block.stream.arena is not arena:
             block = StreamedBlock(layer.module, layer.name, stream, stay)
@@ -116,7 +116,7 @@ def stream_weights(
             continue
         module, own = layer.module, vars(layer.module).get("forward")
         changes.set(module, STREAM, block)
-        changes.set(module, "forward", functools.partial(_forward, module, own))
+        changes.set(module, "forward", functools.partial(forward_of, module, own))
         changes.set(module, "_apply", functools.partial(_applied, module))
         report.stream(layer.name, module, size)
         found.append(block)
@@ -136,7 +136,7 @@ def move_weights(blocks: Sequence[StreamedBlock], before: Sequence[StreamedBlock
         raise
 
 
-def _forward(
+def forward_of(
     module: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Takes the place of the forward of a block whose weights stream."""
@@ -153,7 +153,7 @@ def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
     return result
 
 
-def _places(model: nn.Module) -> Places:
+def places_of(model: nn.Module) -> Places:
     """Returns where each memory of parameters and buffers is held, and by which tensors."""
     found: Places = {}
     for module in model.modules():
@@ -170,7 +170,7 @@ def _memory(x: Tensor) -> int:
     return x.data_ptr() if in_arena(x) else x.untyped_storage().data_ptr()
 
 
-def _staying(
+def staying(
     layer: PatchedLayer, places: Places, report: PatchReport
 ) -> list[tuple[nn.Module, str]]:
     """Returns the parameters of a block that stay where they are, and reports them."""

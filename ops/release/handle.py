@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from .._core.randomness import generators_kept
 from .._core.ranks import fsdp_class
 from ..grad.accumulate import GradAccumulator
-from ..optim.base import Optimizer
+from ..optim.base import Optimizer, common_max_grad_norm
 from ..optim.master_weights import headroom_optimizer
+from ..param_states.paging import Hosting
 from ..param_states.plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
 from .engine import Engine
+from .speculating import Speculating
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
@@ -98,11 +100,12 @@ def release_gradients(
 
     Limits:
 
-    - A whole step is not skipped. With a scaler, with ``clip="previous"`` and with AdamW8bit's
-      ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own parameter; parameters
-      stepped before it are stepped. The scaler's ``update()`` sees it. The step after
-      :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a skip is
-      possible, each parameter takes a launch of its own on CUDA.)
+    - A whole step is not skipped, but with an optimizer that is stepped on the host, whose steps
+      are clipped and skipped exactly without ``clip``. With a scaler, with ``clip="previous"`` and
+      with AdamW8bit's ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own
+      parameter; parameters stepped before it are stepped. The scaler's ``update()`` sees it. The
+      step after :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a
+      skip is possible, each parameter takes a launch of its own on CUDA.)
     - Gradients are gone after backward. Code that reads or changes them between backward and step
       (``clip_grad_norm_``, ``scaler.unscale_``, logging) finds none.
     - A backward cannot be taken back, and there is no step without one: ``zero_grad()`` before
@@ -153,6 +156,7 @@ class ReleaseHandle:
     def remove(self) -> None:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
+        self._strategy.end()
         if self._optimizer.release_handle is self:
             self._optimizer.release_handle = None
 
@@ -293,6 +297,9 @@ def _strategy(
         if clip is not None:
             raise ValueError("clip is for steps inside backward; with an accumulator, leave it out")
         return Accumulation(optimizer, accumulator)
+    is_exact = scaler is not None or common_max_grad_norm(optimizer.param_groups) is not None
+    if clip is None and is_exact and isinstance(optimizer.paging, Hosting):
+        return Speculating(optimizer, scaler)
     return CLIPS[clip](optimizer, scaler)
 
 

@@ -47,6 +47,10 @@ class Strategy:
     def restart(self) -> None:
         """Forgets everything of the step that runs, or prepares for the first."""
 
+    def end(self) -> None:
+        """Forgets the step that runs, and gives back what steps needed."""
+        self.restart()
+
     @property
     def has_begun(self) -> bool:
         """Returns whether backward has begun a step that :meth:`finish` must finish."""
@@ -123,6 +127,8 @@ class InBackward(Strategy):
             self.take(left)
         for param in left:
             param.grad = None
+        if self.optimizer.paging is not None:
+            self.optimizer.paging.finish()
         self._conclude()
         self.restart()
 

@@ -79,7 +79,7 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
-        offload: Literal["state"] | None = None,
+        offload: Literal["state", "step"] | None = None,
         budget: int | str | None = None,
         min_8bit_size: int = 4096,
         block_size: int = 256,

@@ -8,6 +8,8 @@ piece is one call of the optimizer's op, on states in a slot instead of those in
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -80,11 +82,14 @@ class Paging:
         self.arena, self.budget, self.bucket_bytes = arena, budget, bucket_bytes
         self._forget()
 
+    home_type = Home
+
     def engine_of(self, device: torch.device) -> Engine:
         """Returns what copies to and from a device."""
         return engine_of(device)
 
     def _forget(self) -> None:
+        self._process = os.getpid()
         self.resident: set[Tensor] = set()
         self._homes: dict[Tensor, Home] = {}
         self._rings: dict[torch.device, Ring] = {}
@@ -102,9 +107,16 @@ class Paging:
         self._forget()
 
     def __del__(self) -> None:
-        for home in getattr(self, "_homes", {}).values():
+        # A forked process has neither the memory nor the threads, and when the interpreter ends,
+        # the memory ends with the process.
+        if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
+            self._end()
+
+    def _end(self) -> None:
+        """Waits for what uses the memory that is about to be freed."""
+        for home in self._homes.values():
             with contextlib.suppress(BaseException):  # nobody could catch what a finalizer raises
-                home.wait()  # the memory that copies use is about to be freed
+                home.wait()
 
     # ---- where states lie -----------------------------------------------------------------------
 
@@ -198,7 +210,7 @@ class Paging:
             slab = self.arena.take(size, kind=KIND, owner=owner, device=device)
             engine = self.engine_of(device)
             for place in those:
-                homes[place.param] = Home(slab, first, place.fields, engine)
+                homes[place.param] = self.home_type(slab, first, place.fields, engine)
                 first += place.size
         filled = 0
         for place in places:
@@ -221,15 +233,23 @@ class Paging:
         self, optimizer: Any, params: Iterable[Tensor], layout: Layout, group: dict[str, Any]
     ) -> None:
         state, names, places = optimizer.state, layout.names, []
-        for param in params if names else ():
-            home = self._homes.get(param)
-            if home is None or not home.holds(state.get(param), names):
+        for param in params:
+            if not self._stays(param, layout) and not self._is_housed(param, state, names):
                 check_param(optimizer, param)
                 fields = fields_of(layout, param, state.get(param) or {})
                 places.append(Place(param, group, layout, fields))
         if places:
             with torch.no_grad():
                 self._house(places, state, optimizer)
+
+    def _stays(self, param: Tensor, layout: Layout) -> bool:
+        """Returns whether a parameter is stepped with the state that it has on its device, or with
+        none."""
+        return param in self.resident or not layout.names
+
+    def _is_housed(self, param: Tensor, state: Mapping[Any, Any], names: tuple[str, ...]) -> bool:
+        home = self._homes.get(param)
+        return home is not None and home.holds(state.get(param), names)
 
     def release(self, optimizer: Any) -> None:
         """Puts all states onto the devices of their parameters."""
@@ -281,7 +301,7 @@ class Paging:
         for bucket in plan.buckets:
             positions: dict[tuple[torch.device, bool], list[int]] = {}
             for i, owner in enumerate(bucket.owners):
-                where = owner.device, owner in self.resident or not bucket.layout.names
+                where = owner.device, self._stays(owner, bucket.layout)
                 positions.setdefault(where, []).append(i)
             for (device, stays), chosen in positions.items():
                 owners = [bucket.owners[i] for i in chosen]
@@ -293,9 +313,20 @@ class Paging:
                     run, staged = self._staged(optimizer, plan.group, part, device, stays)
                 except (RuntimeError, NotImplementedError) as error:
                     raise explained(optimizer, error, part.owners, part.grads) from error
-                steps = optimizer.calls_on(plan.group, staged, scalars)
-                found += steps if run is None else run.calls(steps)
+                steps = optimizer.calls_on(plan.group, staged, self._given(run, scalars))
+                found += self._with(run, steps)
         return found
+
+    def _given(self, run: Any, scalars: StepScalars) -> StepScalars:
+        """Returns the scalars as the ops of a run read them."""
+        return scalars
+
+    def _with(self, run: Any, steps: Calls) -> Calls:
+        """Returns the calls of a run, each with its copies."""
+        return steps if run is None else run.calls(steps)
+
+    def finish(self) -> None:
+        """Ends a step whose calls have run. What the device is given from now on finds it done."""
 
     def _staged(
         self,
@@ -316,7 +347,7 @@ class Paging:
                 param: taken_by_ops(entry, param, block_size_of(group))
                 for param, entry in zip(bucket.params, entries)
             }
-            return None, [(bucket, _states_of(bucket, states))]
+            return None, [(bucket, states_of(bucket, states))]
         self._house_missing(optimizer, bucket.owners, bucket.layout, group)
         ring = self._ring(device, group, bucket)
         staged = []
@@ -328,7 +359,7 @@ class Paging:
         laid = bucket._replace(grads=grads)
         for piece in pieces:
             part = piece.bucket(laid)
-            staged.append((part, _states_of(part, piece.states)))
+            staged.append((part, states_of(part, piece.states)))
         return Staging(ring, pieces), staged
 
     def _pieces_of(self, bucket: Bucket, ring: Ring, block_size: int) -> list[Part]:
@@ -440,7 +471,7 @@ def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) ->
     return optimizer.layout(param, group, index)
 
 
-def _states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) -> Any:
+def states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) -> Any:
     """Returns the states that an op takes for a bucket: a table, or lists if there is none."""
     layout, lists = bucket.layout, (bucket.params, bucket.grads)
     if not layout.is_whole:
@@ -456,7 +487,9 @@ def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:
         home.wait()
     for field in place.fields:
         value = entry.get(field.name)
-        is_away = isinstance(value, Tensor) and value.device != place.param.device
-        if is_away or (home is not None and value is home.views.get(field.name)):
+        if not isinstance(value, Tensor):
+            continue
+        is_here = home is not None and value is home.views.get(field.name)
+        if is_here or value.device != place.param.device:
             local = field.on(place.param.device).copy_(local_part(value))
             entry[field.name] = with_spec(local, field.spec)

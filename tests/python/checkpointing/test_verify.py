@@ -11,7 +11,7 @@ import headroom
 import pytest
 import torch
 from headroom.checkpointing import RecomputeError
-from headroom.checkpointing.checksums import BLOCK_BYTES, checksums, first_difference
+from headroom.host.checksums import BLOCK_BYTES, checksums, first_difference
 from torch import nn
 
 

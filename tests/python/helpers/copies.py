@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import headroom
 import torch
 from headroom.host.engine import Engine
 from headroom.host.simulation import Link, Schedule
-from headroom.param_states.paging import paged
+from headroom.param_states.paging import Hosting, hosted, paged
 
 QUEUES = ("compute", "up", "down")
 POISON = 0xFF  # NaN, as a float of any size
@@ -179,13 +180,14 @@ def copying_with(
 ) -> Iterator[Engine]:
     """Lets optimizers page with an engine. With an adversary, the ops of their steps are work for
     the device, too, which takes ``seconds_of`` their bucket, and the loop goes on when these are
-    done."""
+    done. What a step on the host asks the device to compute is, too."""
     kind, engines = headroom.optim.Optimizer, paged.engine_of
     calls_on, step = kind.calls_on, kind._step
+    device_work = {name: getattr(hosted, name) for name in ("note", "compare")}
 
     def deferred(self, *args):
         calls = calls_on(self, *args)
-        if self.paging is None or not isinstance(engine, Adversary):
+        if not isinstance(engine, Adversary) or isinstance(self.paging, (type(None), Hosting)):
             return calls
         return [
             (bucket, partial(engine.compute, call, seconds_of(bucket))) for bucket, call in calls
@@ -197,10 +199,82 @@ def copying_with(
             engine.finish_compute()
 
     kind.calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
+    if isinstance(engine, Adversary):
+        for name, work in device_work.items():
+            later = lambda *args, work=work: engine.compute(partial(work, *args))  # noqa: E731
+            setattr(hosted, name, later)
     try:
         yield engine
     finally:
         kind.calls_on, kind._step, paged.engine_of = calls_on, step, engines
+        for name, work in device_work.items():
+            setattr(hosted, name, work)
+
+
+class Later(Future):
+    """A future whose work is done when somebody waits for it, after that which was given before."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+
+    def result(self, timeout=None):
+        while not self.done():
+            self.queue.run_one()
+        return super().result(timeout)
+
+    def exception(self, timeout=None):
+        while not self.done():
+            self.queue.run_one()
+        return super().exception(timeout)
+
+
+class HostThread(Executor):
+    """Stands for the thread that steps on the host: its work runs at once, when somebody waits for
+    it, or at random."""
+
+    def __init__(self, policy="late", seed=0):
+        self.policy, self.random, self.queue = policy, random.Random(seed), deque()
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Later(self)
+        self.queue.append((future, partial(fn, *args, **kwargs)))
+        count = {"late": 0, "eager": 1}.get(self.policy)
+        for _ in range(self.random.randrange(3) if count is None else count):
+            if self.queue:
+                self.run_one()
+        return future
+
+    def run_one(self):
+        future, run = self.queue.popleft()
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        while self.queue:
+            self.run_one()
+
+
+@contextlib.contextmanager
+def stepping_on(policy: str, seed: int = 0) -> Iterator[None]:
+    """Lets steps on the host run at such times, and not on a thread of their own."""
+    thread = hosted.executor
+    hosted.executor = lambda: HostThread(policy, seed)
+    try:
+        yield
+    finally:
+        hosted.executor = thread
+
+
+def hosted_step(optimizer: Any, **options: Any) -> Hosting:
+    """Lets an optimizer be stepped on the host although its parameters are there, too: they stand
+    for those of a device."""
+    options = {"arena": headroom.HostArena(), "bucket_bytes": 3000} | options
+    optimizer.paging = hosting = Hosting(options["arena"], None, options["bucket_bytes"])
+    hosting.adopt(optimizer)
+    return hosting
 
 
 class Failing(Engine):

@@ -10,6 +10,7 @@ from headroom.host.saved import saved_on_host, trim
 from headroom.host.schedule import (
     blocks_step,
     exposed_seconds,
+    hosted_step,
     measured_link,
     paged_step,
     paged_step_seconds,
@@ -149,6 +150,22 @@ def test_bounds_of_a_paged_step(seed):
     assert paged_step_seconds([], step, link) == step
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_within_a_backward_pass_hides_behind_it(seed):
+    rng = random.Random(seed)
+    sizes = [rng.randrange(1, 200) for _ in range(rng.randrange(4, 40))]
+    before = [Fraction(rng.randrange(99)) for _ in sizes]
+    link = Link(Fraction(rng.randrange(1, 9)), Fraction(rng.randrange(1, 9)), Fraction(1))
+    step = Fraction(rng.randrange(1, 500))
+    made, alone = paged_step(sizes, step, link, before=before), paged_step(sizes, step, link)
+    assert alone.makespan <= made.makespan <= alone.makespan + sum(before)
+    assert 0 <= made.exposed <= alone.exposed
+    # Where each piece has the time of its copies, only the first copy up is waited for.
+    long = [2 * (1 + max(sizes) / min(link[:2]))] * len(sizes)
+    assert paged_step(sizes, step, link, before=long).exposed == 0
+    assert paged_step(sizes, step, link, before=[0, *long[1:]]).exposed == 1 + sizes[0] / link.up
+
+
 # ---- blocks whose kept tensors leave ------------------------------------------------------------
 
 
@@ -241,3 +258,36 @@ def test_a_measurement_finds_the_constants_of_a_link(beside, monkeypatch):
     found = schedule.measured(engine, CPU)
     for one, other in zip(found, wanted):
         assert one == pytest.approx(other, rel=0.02)
+
+
+# ---- steps on the host --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_on_the_host_is_a_flow_shop(seed):
+    """As the recurrence says: a bucket goes down when it is ready and its slot is free, is stepped
+    when it has arrived and the one before is, and goes up."""
+    rng, slots = random.Random(seed), 3
+    count = rng.randrange(1, 12)
+    buckets = [(rng.randrange(1, 90), rng.randrange(1, 90)) for _ in range(count)]
+    seconds = [Fraction(rng.randrange(0, 9)) for _ in range(count)]
+    ready = sorted(Fraction(rng.randrange(0, 30)) for _ in range(count))
+    link = Link(Fraction(rng.randrange(1, 30)), Fraction(rng.randrange(1, 30)), Fraction(1))
+    down = stepped = up = Fraction(0)
+    ends = []
+    for i, ((grads, weights), taken) in enumerate(zip(buckets, seconds)):
+        free = ends[i - slots] if i >= slots else 0
+        down = max(down, ready[i], free) + 1 + grads / link.down
+        stepped = max(stepped, down) + taken
+        ends.append(stepped)
+        up = max(up, stepped) + 1 + weights / link.up
+    made = hosted_step(buckets, seconds, link, ready)
+    assert made.makespan == up and made.exposed == up - ready[-1]
+    whole = hosted_step(buckets, seconds, link)
+    assert whole.makespan == whole.exposed <= up
+
+
+def test_a_step_where_host_and_device_are_one_hides_nothing():
+    link = Link(10, 10, 0, is_asynchronous=False)
+    made = hosted_step([(10, 10)] * 4, [1] * 4, link, ready=[1, 2, 3, 4])
+    assert made.makespan == 4 + 4 * 3

@@ -683,8 +683,8 @@ def test_what_is_refused():
         offload(Adafactor(model.parameters()))
     with pytest.raises(TypeError, match="wants an optimizer of headroom.optim"):
         offload(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match='offload must be "state" or None, got .step'):
-        AdamW(model.parameters(), offload="step")
+    with pytest.raises(ValueError, match='offload must be "state", "step" or None, got .disk'):
+        AdamW(model.parameters(), offload="disk")
     with pytest.raises(ValueError, match="give offload="):
         AdamW8bit(model.parameters(), budget="1 GiB")
     with pytest.raises(ValueError, match="budget is '1 apple'"):

@@ -1,8 +1,7 @@
 """What has gone wrong in other implementations of offload, and the test of each here.
 
-Of thirty known defects two do not concern what Headroom does: a gradient hook that reads what is
-still copied to the host (no gradient leaves a device), and threads of the host that starve (nothing
-is computed there).
+Of thirty known defects one does not concern what Headroom does: a gradient hook that reads what is
+still copied to the host, where the hook is torch's.
 """
 
 import ast
@@ -27,6 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 ENGINE, ARENA = "host/test_engine.py", "host/test_arena.py"
 SAVED, WAITS = "host/test_saved_on_host.py", "optim/test_offload_waits.py"
 STEPS, HERE = "optim/test_offload.py", "optim/test_offload_defects.py"
+ON_HOST, ON_HOST_WAITS = "optim/test_host_step.py", "optim/test_host_step_waits.py"
 
 DEFECTS = {
     "a side stream waits for itself": (ENGINE, "test_streams_and_events_of_copies"),
@@ -66,6 +66,20 @@ DEFECTS = {
     ),
     "a transpose comes back as its base": (SAVED, "test_strides_and_offsets_come_back"),
     "memory stays held after the context": (SAVED, "test_a_forward_that_raises_leaves_nothing"),
+    "threads have no processors": (
+        ON_HOST,
+        "test_threads_are_within_the_affinity_and_the_quota",
+    ),
+    "an old copy of weights is stepped": (ON_HOST, "test_weights_written_from_outside_count"),
+    "a step that is taken back leaves other bits": (
+        ON_HOST,
+        "test_an_overflow_beside_the_backward_pass_skips_all",
+    ),
+    "clipping waits for all gradients, or is off": (
+        ON_HOST,
+        "test_clipping_beside_the_backward_pass_is_exact",
+    ),
+    "weights that go up are not waited for": (ON_HOST_WAITS, "test_without_one"),
     "the limit of a cgroup is not known": (ARENA, "test_what_the_system_has_left"),
     "a system registers less than is asked for": (
         ARENA,

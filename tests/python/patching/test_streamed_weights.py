@@ -282,7 +282,10 @@ def test_no_graph_holds_weights_or_casts_of_them(cast):
     assert not any(one.is_used() for found in stream._memories.values() for one in found)
     activations = 4 * 3 * 2 * 300 * 4
     assert tracked.timeline.bytes_over_events()[-1] < stream.slot_bytes + activations
-    loss.backward()
+    with headroom.memory.track(model) as tracked:
+        loss.backward()
+    grads = sum(p.nbytes for p in model.parameters()) / 4  # those of one block at a time
+    assert max(tracked.timeline.bytes_over_events()) < 2 * grads + activations
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 BLOCK_BYTES = 8192
 
 SHIFT = 29  # of the upper bits: a sign comes to lie below the middle of the word
-AT_A_TIME = 256  # blocks whose words are mixed in memory of their own, which stays in the cache
+# Blocks whose words are mixed in memory of their own, which stays in the cache of a processor.
+AT_A_TIME = 256
+AT_A_TIME_ON_A_DEVICE = 4096  # where every group is a handful of launches
 FACTOR = 6364136223846793005  # Knuth's for MMIX; its powers repeat after 2 ** 62 only
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -42,6 +44,11 @@ def checksums(x: Tensor) -> Tensor | None:
         x = x.to_local()
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return None
+    return sums_of(x)
+
+
+def sums_of(x: Tensor) -> Tensor:
+    """Returns the checksums of a tensor whose layout is strided, or, of a fake, a fake of them."""
     with torch.no_grad():
         flat = _in_memory_order(x.detach().resolve_conj().resolve_neg())
         if flat.dtype == torch.bool or flat.is_complex() or flat.element_size() not in _WORDS:
@@ -52,7 +59,8 @@ def checksums(x: Tensor) -> Tensor | None:
         block = BLOCK_BYTES // words.element_size()
         whole = words.numel() // block * block
         weights = torch.full((block,), FACTOR, device=x.device).cumprod(0)
-        sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(AT_A_TIME)]
+        count = AT_A_TIME if x.device.type == "cpu" else AT_A_TIME_ON_A_DEVICE
+        sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(count)]
         if whole < words.numel():
             tail = words[whole:].unsqueeze(0)
             sums.append(_sums(tail, weights[: tail.numel()]))

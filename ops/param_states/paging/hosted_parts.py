@@ -1,0 +1,223 @@
+"""Divides the parameters of a step on the host: parts whose gradients fill a slot there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.dtensor import local_part
+from ..._core.overlap import flat
+from ...host.engine import Engine
+from ...host.ring import Runs, Typed, aligned
+from ..plan import Bucket
+from ..states import STEP
+from . import parts as staged
+from .homes import Field, Home, size_of, taken_by_ops
+
+WEIGHTS = "weights"
+
+
+def with_weights(fields: tuple[Field, ...], local: Tensor) -> tuple[Field, ...]:
+    """Returns the fields of a state, and that of a copy of the weights behind them."""
+    size = local.numel() * local.element_size()
+    weights = Field(WEIGHTS, size_of(fields), size, local.shape, local.stride(), local.dtype)
+    return *fields, weights
+
+
+class HostedHome(Home):
+    """The place of a parameter's state and of a copy of its weights in an arena.
+
+    Attributes:
+        weights: the copy.
+        sums: checksums of the weights on the device when the two were last equal; None: they may
+            differ.
+    """
+
+    def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
+        super().__init__(slab, first, fields, engine)
+        self.weights = self.views.pop(WEIGHTS)
+        self.sums: Tensor | None = None
+
+    @property
+    def run(self) -> Tensor:
+        """Returns the bytes of the state and of the weights."""
+        return self.slab.narrow(0, self.first, self.size)
+
+    @property
+    def state_run(self) -> Tensor:
+        """Returns the bytes of the state."""
+        return self.slab.narrow(0, self.first, self.fields[-1].first)
+
+
+class Slots:
+    """Slots on the host for gradients on their way to a step.
+
+    Attributes:
+        users: the task that has each, if any.
+    """
+
+    def __init__(self, slab: Tensor, slot_bytes: int) -> None:
+        self.slab, self.slot_bytes = slab, slot_bytes
+        self.slots = slab.split(slot_bytes)
+        self.typed = [Typed(slot) for slot in self.slots]
+        self.users: list[Any] = [None] * len(self.slots)
+        self._turn = 0
+
+    def next_slot(self) -> int:
+        """Returns the slot for the next part: all take turns."""
+        slot, self._turn = self._turn, (self._turn + 1) % len(self.slots)
+        return slot
+
+
+class HostPart:
+    """Parameters, or a part of one, whose gradients fill a slot.
+
+    Attributes:
+        begins: the positions in the bucket of parameters whose first elements are here.
+        ends: those of parameters whose last elements are.
+        ups: the bytes of weights on the device, and those on the host that go there.
+        states: of each of the op's parameters, as it takes them.
+        written: what is written on the device.
+    """
+
+    def __init__(self, slots: Slots, slot: int) -> None:
+        self.slots, self.slot, self.filled = slots, slot, 0
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.ups: list[Runs] = []
+        self.states: dict[Tensor, dict[str, Tensor]] = {}
+        self.written: list[Tensor] = []
+        self._owners: list[Tensor] = []
+        self._params: list[Tensor] = []
+        self._grads: list[Tensor] = []
+        # Of each, its position in the bucket, its elements, and the bytes of its gradient here.
+        self._elements: list[tuple[int, slice, Tensor]] = []
+        self._counts: list[tuple[Tensor, Tensor]] = []
+
+    def add(
+        self, home: HostedHome, bucket: Bucket, at: int, block_size: int, part: slice | None
+    ) -> None:
+        """Adds the parameter at a position of a bucket, or the elements of a part of it."""
+        local, grad, weights = bucket.params[at], bucket.grads[at], home.weights
+        elements = slice(0, local.numel()) if part is None else part
+        length = elements.stop - elements.start
+        first, size = self.filled, length * grad.element_size()
+        typed = self.slots.typed[self.slot][grad.dtype]
+        place = typed.storage_offset() + first // grad.element_size()
+        fields = home.fields[:-1]
+        if part is None:
+            here = typed.as_strided(weights.shape, weights.stride(), place)
+            states = taken_by_ops(home.views, weights, block_size)
+        else:
+            here = typed.as_strided((length,), (1,), place)
+            states = {one.name: self._part_of(home, one, elements, block_size) for one in fields}
+            weights = flat(weights)[elements]
+        self.filled = aligned(first + size)
+        if elements.start == 0:
+            self.begins.append(at)
+        if elements.stop == local.numel():
+            self.ends.append(at)
+        self._elements.append((at, elements, self.slots.slots[self.slot][first : first + size]))
+        self.ups.append((bytes_of(flat(local)[elements]), bytes_of(flat(home.weights)[elements])))
+        self.written.append(local)
+        self._owners.append(bucket.owners[at])
+        self._params.append(weights)
+        self._grads.append(here)
+        self.states[weights] = states
+
+    def _part_of(self, home: HostedHome, field: Field, part: slice, block_size: int) -> Tensor:
+        whole = local_part(home.views[field.name])
+        if field.name != STEP.name:
+            begin, end = field.elements(part.start, part.stop, block_size)
+            return flat(whole)[begin:end]
+        if part.stop == home.weights.numel():
+            return whole
+        # All parts read the same count of steps, and each adds one, but for the last to a copy.
+        copy = torch.zeros_like(whole)
+        self._counts.append((copy, whole))
+        return copy
+
+    @property
+    def positions(self) -> list[int]:
+        """Returns the positions in the bucket of the parameters."""
+        return [at for at, *_ in self._elements]
+
+    def bucket(self, whole: Bucket) -> Bucket:
+        """Returns what an op steps on the host."""
+        return Bucket(whole.layout, self._owners, self._params, self._grads)
+
+    def sources(self, grads: Sequence[Tensor]) -> list[Runs]:
+        """Returns the bytes of gradients of the bucket, and those in the slot where they go."""
+        return [
+            (bytes_of(flat(grads[at])[elements]), here)
+            for at, elements, here in self._elements
+            if here.numel()
+        ]
+
+    def held(self, homes: Sequence[HostedHome]) -> list[Runs]:
+        """Returns the bytes that keep gradients, in the place of the weights of these homes, and
+        those in the slot."""
+        found = []
+        for at, elements, here in self._elements:
+            there = bytes_of(flat(homes[at].weights)[elements])
+            found.append((there[: here.numel()], here))
+        return found
+
+    def copy_counts(self) -> None:
+        """Gives parts that are not the last a copy of the count of steps."""
+        for copy, count in self._counts:
+            copy.copy_(count)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Returns the bytes of a vector."""
+    return x.view(torch.uint8)
+
+
+def parts_of(
+    bucket: Bucket,
+    homes: Mapping[Tensor, HostedHome],
+    slots: Slots,
+    block_size: int,
+    is_cut: Sequence[bool],
+) -> list[HostPart]:
+    """Returns the parameters of a bucket in parts whose gradients fit in a slot."""
+    parts: list[HostPart] = []
+    for held in divided(bucket.grads, slots.slot_bytes, is_cut):
+        parts.append(HostPart(slots, slots.next_slot()))
+        for at, elements in held:
+            parts[-1].add(homes[bucket.owners[at]], bucket, at, block_size, elements)
+    return parts
+
+
+def divided(
+    grads: Sequence[Tensor], slot_bytes: int, is_cut: Sequence[bool]
+) -> list[list[tuple[int, slice | None]]]:
+    """Returns for each part the positions of its gradients, and which elements of each; None: all.
+    Gradients that are larger than a slot are cut."""
+    found: list[list[tuple[int, slice | None]]] = []
+    filled = slot_bytes + 1  # no part
+    for at, grad in enumerate(grads):
+        size = grad.numel() * grad.element_size()
+        if is_cut[at]:
+            found += [[(at, elements)] for elements in cuts(grad, slot_bytes)]
+            filled = slot_bytes + 1
+            continue
+        if filled + size > slot_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append((at, None))
+        filled = aligned(filled + size)
+    return found
+
+
+def cuts(grad: Tensor, slot_bytes: int) -> Iterable[slice]:
+    """Returns the elements of equal parts that fit in a slot: a small one would leave the link idle
+    while its slot waits for a large one's."""
+    size, cut = grad.numel(), staged.CUT
+    length = max(cut, slot_bytes // grad.element_size() // cut * cut)
+    length = aligned(-(-size // -(-size // length)), cut)
+    return (slice(i, min(i + length, size)) for i in range(0, size, length))
