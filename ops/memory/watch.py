@@ -363,7 +363,7 @@ class Watch:
             self._label(grad, "gradients", name)
 
     def _label(self, tensor: Tensor, kind: str, name: str | None, places: bool = False) -> None:
-        if tensor.device != self.device or in_arena(tensor):
+        if tensor.device != self.device:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             storage = tensor.untyped_storage()
