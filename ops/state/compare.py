@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.names import named_params
-from ..checkpointing.checksums import checksums
+from ..host.checksums import checksums
 
 
 @torch.no_grad()
