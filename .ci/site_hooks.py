@@ -69,6 +69,7 @@ def on_config(config):
 def on_files(files, config):
     docs = Path(config.docs_dir)
     site = Files([file for file in files if not Path(file.abs_src_path).is_relative_to(docs)])
+    site.append(File.generated(config, "site.css", abs_src_path=str(ROOT / ".ci" / "site.css")))
     waiting = [ROOT / "README.md", *(path for path in docs.rglob("*") if path.is_file())]
     seen = set()
     while waiting:

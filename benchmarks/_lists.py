@@ -38,8 +38,12 @@ class Lists:
     def allocate(self, device: torch.device) -> SimpleNamespace:
         data = SimpleNamespace()
         for name, dtype in self.dtypes.items():
-            tensors = [] if dtype is None else filled_like(self.shapes, dtype, device)
-            setattr(data, name, [t.zero_() for t in tensors] if name in self.zeros else tensors)
+            tensors = []
+            if dtype is not None and name in self.zeros:
+                tensors = [torch.empty(s, dtype=dtype, device=device).zero_() for s in self.shapes]
+            elif dtype is not None:
+                tensors = filled_like(self.shapes, dtype, device)
+            setattr(data, name, tensors)
         return data
 
     def rotation(self, device: torch.device) -> Rotation:

@@ -23,8 +23,10 @@ BNB, TORCHAO = "bitsandbytes 8-bit", "torchao 8-bit"
 FILES = "without, then reads and writes"
 HIDDEN = "0.7 of it hidden"
 SIMULATED = "simulated"
+SLOWER = "the slower of both"
 PIECE = 16 << 20
 LINK = 2e9  # bytes/s
+LAYERS = 24
 SLOT = 4 << 20  # as 16 MiB, the default, are to a link of 8 GB/s
 
 
@@ -377,6 +379,131 @@ def blocks(level: str, quick: bool) -> Case:
     return Case(f"{level}@host", what, setup, COPIES, bars=[Bar("ratio", 1 / 1.2, "cpu")])
 
 
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def _towers(width: int) -> Callable[[], Any]:
+    def made() -> Any:
+        blocks = (
+            torch.nn.Sequential(
+                torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+            )
+            for _ in range(LAYERS)
+        )
+        return torch.nn.Sequential(*blocks)
+
+    return made
+
+
+def _passes(model: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+
+
+def streamed(quick: bool) -> Case:
+    """Forward and backward of blocks on one core, whose weights and gradients a thread for each
+    direction copies at 2 GB/s. The others compute with resident weights, and then sleep for as long
+    as the slower of computation and copies takes, or both, or a simulation says."""
+    width, rows = (64, 64) if quick else (640, 64)
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+        from headroom.host import weights
+        from headroom.host.schedule import measured, streamed_step
+
+        link, x, made = Throttled(LINK), torch.randn(rows, width), _towers(width)
+        away, resident = made(), made()
+        whole = weights.engine_of
+
+        def step_away() -> None:
+            weights.engine_of = lambda device: link
+            try:
+                _passes(away, x)
+            finally:
+                weights.engine_of = whole
+
+        headroom.patch(away, weights="host", norms=False)
+        step_away()
+        before = link.bytes_up, link.bytes_down
+        step_away()
+        copying = max(link.bytes_up - before[0], link.bytes_down - before[1]) / LINK
+
+        sizes, rates = (
+            [sum(p.nbytes for p in block.parameters()) for block in away],
+            measured(link, device),
+        )
+
+        def simulated(computed: float) -> float:
+            forward, backward = [computed / 3 / LAYERS] * LAYERS, [computed / 1.5 / LAYERS] * LAYERS
+            return streamed_step(sizes, sizes, forward, backward, rates).makespan
+
+        def until(end: Callable[[float], float]) -> Callable[[], Contender]:
+            def call() -> None:
+                start = time.perf_counter()
+                _passes(resident, x)
+                wanted = start + end(time.perf_counter() - start)
+                time.sleep(max(0, wanted - time.perf_counter()))
+
+            return lambda: Contender(_on_one_core(call))
+
+        return {
+            "headroom": lambda: Contender(_on_one_core(step_away)),
+            "without": lambda: Contender(_on_one_core(lambda: _passes(resident, x))),
+            COPIES: until(lambda computed: computed + copying),
+            SLOWER: until(lambda computed: max(computed, copying)),
+            SIMULATED: until(simulated),
+        }
+
+    what = f"{LAYERS} blocks, f32, whose weights stream over 2 GB/s each way: forward and backward"
+    bars = [
+        Share("time", "headroom", SLOWER, 1.15, "cpu"),
+        Share("time", "headroom", SIMULATED, 1.1, "cpu"),
+    ]
+    return Case("weights", what, setup, COPIES, bars=bars)
+
+
+def streamed_from_files(quick: bool) -> Case:
+    """Forward and backward of blocks whose weights are in files, to which the gradients go, beside
+    plain reads and writes of as many bytes."""
+    width, rows = (64, 64) if quick else (640, 64)
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+        from headroom.host.engines import engine_of
+
+        folder, x, made = tempfile.gettempdir(), torch.randn(rows, width), _towers(width)
+        away, resident = made(), made()
+        headroom.patch(away, weights="host", norms=False, host=headroom.HostArena(file=folder))
+        engine = engine_of(device)
+        before = engine.bytes_up, engine.bytes_down
+        _passes(away, x)
+        reads, writes = engine.bytes_up - before[0], engine.bytes_down - before[1]
+
+        def resident_and_files() -> Contender:
+            size = sum(p.nbytes for p in resident.parameters())
+            file = tempfile.TemporaryFile(dir=folder)
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = memoryview(torch.zeros(PIECE, dtype=torch.uint8).numpy())
+
+            def call() -> None:
+                _passes(resident, x)
+                for copy, total in ((os.preadv, reads), (os.pwritev, writes)):
+                    for first in range(0, total, PIECE):
+                        copy(file.fileno(), [memory[: min(PIECE, total - first)]], first % size)
+
+            return Contender(call)
+
+        return {
+            "headroom": lambda: Contender(lambda: _passes(away, x)),
+            "without": lambda: Contender(lambda: _passes(resident, x)),
+            FILES: resident_and_files,
+        }
+
+    what = f"{LAYERS} blocks, f32, whose weights are in files: forward and backward"
+    return Case("weights-in-files", what, setup, FILES, bars=[Bar("ratio", 1 / 1.3, "cpu")])
+
+
 def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = model_for(device, quick).shapes
     return [
@@ -389,4 +516,6 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         on_host("host-8bit-peers", shapes, beside_peers=True),
         on_host_over_a_link(shapes if quick else GPT2_MEDIUM.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
+        streamed(quick),
+        streamed_from_files(quick),
     ]

@@ -1196,8 +1196,10 @@ HR_API hr_status hr_muon_momentum(const hr_tensor_list *updates, float *squares,
  * It begins anew, with R of the new X, before the third iteration, for R loses the small singular
  * values of X. It is faster where n is several m, and less exact: bf16 has too few bits for it.
  *
- * Products are those of hr_gemm, batched, of the type of x. Everything runs on exec's stream, the norm
- * is not read by the host, and a call can be captured in a CUDA graph.
+ * Products are those of hr_gemm, batched, of the type of x. On the CPU those that are symmetric are
+ * computed up to the diagonal, in blocks of 128 rows or more, and small matrices are shared among the
+ * threads. On CUDA everything runs on exec's stream, the norm is not read by the host, and a call can
+ * be captured in a CUDA graph.
  */
 typedef enum hr_newton_schulz_variant {
     HR_NEWTON_SCHULZ_STANDARD = 0,

@@ -17,6 +17,11 @@ four.)
 Adafactor: by either rule, beside its original (`transformers` must be installed). Its loss is not
 compared with AdamW's.
 
+Muon: beside torch's, with AdamW for embeddings, head, norms and biases in every row, and packed
+matrices left whole, as torch leaves them. Newton-Schulz makes all singular values about 1, so it
+amplifies what rounding leaves in the weak directions of the momentum. The control has one step of
+it in the place of five.
+
 A mode is close if its mean over the seeds differs from that of the setting's first mode by no more
 than the seeds of the first mode differ from each other. With --out, runs that the file has already
 are not repeated.
@@ -98,12 +103,36 @@ HF_RULE = {
     "Adafactor, f32": ADAFACTOR_HF,
     "Adafactor, bf16, remainder16": bf16(ADAFACTOR_HF, master="remainder16"),
 }
+
+
+# One learning rate for both: matrices are stepped as far as AdamW would.
+MUON = replace(
+    F32,
+    optimizer="headroom.optim.Muon",
+    options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw", "split": {"qkv": None}},
+)
+MUON8BIT = replace(MUON, optimizer="headroom.optim.Muon8bit")
+TORCH_MUON = replace(
+    MUON,
+    optimizer="torch_muon.TorchMuon",
+    options={"adamw": BETAS, "adjust_lr_fn": "match_rms_adamw"},
+)
+ONE_STEP = "Muon, one step of Newton-Schulz"
+MUONS = {
+    "torch's Muon, f32": TORCH_MUON,
+    "Muon, f32": MUON,
+    "Muon8bit, f32": MUON8BIT,
+    "Muon, bf16, remainder16": bf16(MUON, master="remainder16"),
+    "Muon8bit, bf16, remainder16": bf16(MUON8BIT, master="remainder16"),
+    ONE_STEP: replace(MUON, options=MUON.options | {"ns_steps": 1}),
+}
 SETTINGS = {
     "as they are": Setting(BIT8),
     "heavy-tailed": Setting(BIT8, worse=("8-bit, code 0 allowed",), sigma=2.0),
     "bf16 weights, lr 1e-4": Setting(WEIGHTS, worse=(NEAREST,), lr=1e-4),
     "Adafactor, torch's rule, lr 3e-3": Setting(TORCH_RULE, lr=1e-4),
     "Adafactor, transformers' rule, lr 1e-4": Setting(HF_RULE, lr=1e-4),
+    "Muon": Setting(MUONS, worse=(ONE_STEP,)),
 }
 
 

@@ -59,7 +59,9 @@ def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.opti
     module, name = rung.optimizer.rsplit(".", 1)
     kind = getattr(import_module(module), name)
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = kind(trained, lr=size.lr, weight_decay=0.1, **options)
+    # Some optimizers choose by the modules which parameters they step how.
+    params = model if getattr(kind, "takes_model", False) else trained
+    optimizer = kind(params, lr=size.lr, weight_decay=0.1, **options)
     if rung.offload:
         headroom.optim.offload(optimizer, host=headroom.HostArena(file=tempfile.gettempdir()))
     return optimizer

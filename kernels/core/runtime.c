@@ -33,13 +33,29 @@ void runtime_lend_threads(hr_parallel_for_fn parallel_for)
     atomic_store(&lent_threads, parallel_for);
 }
 
+typedef struct lent_range {
+    hr_range_fn range;
+    void *context;
+} lent_range;
+
+static _Thread_local int in_range; /* whether this thread runs a part that the host gave it */
+
+static void run_lent(void *context, int64_t begin, int64_t end)
+{
+    const lent_range *const lent = (const lent_range *)context;
+    in_range = 1;
+    lent->range(lent->context, begin, end);
+    in_range = 0;
+}
+
 void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context)
 {
     const hr_parallel_for_fn parallel_for = atomic_load(&lent_threads);
+    lent_range lent = {range, context};
     if (begin >= end)
         return;
-    if (parallel_for && end - begin > grain)
-        parallel_for(begin, end, grain, range, context);
+    if (parallel_for && !in_range && end - begin > grain)
+        parallel_for(begin, end, grain, run_lent, &lent);
     else
         range(context, begin, end);
 }

@@ -13,7 +13,7 @@ extern "C" {
 hr_status hr_fail(hr_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Calls `range` for parts of [begin, end) on the threads lent by hr_set_parallel_for(), or once on
- * the calling thread. */
+ * the calling thread, where there are none and within such a part. */
 void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context);
 
 /* The state behind hr_last_error(), hr_set_parallel_for() and hr_set_cpu_level(). */

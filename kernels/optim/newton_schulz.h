@@ -1,7 +1,7 @@
 /*
- * newton_schulz.h: what orthogonalization needs besides products: matrices scaled by their norms, and
- * a multiple of the identity that is added. The iteration is documented at hr_newton_schulz in
- * headroom.h.
+ * newton_schulz.h: what orthogonalization needs besides products: matrices scaled by their norms, a
+ * multiple of the identity that is added, and on the CPU halves of symmetric products. The iteration
+ * is documented at hr_newton_schulz in headroom.h.
  */
 #ifndef HR_NEWTON_SCHULZ_H
 #define HR_NEWTON_SCHULZ_H
@@ -36,6 +36,14 @@ typedef struct newton_schulz_shift {
     hr_dtype dtype;
 } newton_schulz_shift;
 
+/* Copies what is below the diagonal of symmetric matrices [m, m] to above it, but for the blocks of
+ * [block, block] elements on it. */
+typedef struct newton_schulz_mirror {
+    void *x;
+    int64_t batch, m, block;
+    hr_dtype dtype;
+} newton_schulz_mirror;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -44,6 +52,7 @@ hr_status newton_schulz_scale_cpu(const newton_schulz_scale *args);
 hr_status newton_schulz_scale_cuda(const newton_schulz_scale *args, const hr_exec *exec);
 hr_status newton_schulz_shift_cpu(const newton_schulz_shift *args);
 hr_status newton_schulz_shift_cuda(const newton_schulz_shift *args, const hr_exec *exec);
+hr_status newton_schulz_mirror_cpu(const newton_schulz_mirror *args);
 
 #ifdef __cplusplus
 }

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .randomness import Random
-from .surroundings import Parameters, Settings, is_plain, is_trained, viewed
+from .surroundings import Parameters, Settings, again, is_plain, is_trained, viewed
 
 
 def inside_checkpoint() -> bool:
@@ -31,6 +31,8 @@ def inside_checkpoint() -> bool:
         pack = hooks[0]
         names = ("_checkpoint_hook.", "_recomputation_hook.")
         if getattr(pack, "_checkpoint_internal", False) or pack.__qualname__.startswith(names):
+            return True
+        if getattr(pack, "in_checkpoint", False):  # hooks that give a checkpoint's the rest
             return True
     # A reentrant checkpoint has no hooks, but runs its region within a backward pass.
     return torch._C._current_graph_task_id() != -1
@@ -120,7 +122,7 @@ class _Region:
         settings: Settings,
         parameters: Parameters | None,
     ) -> None:
-        self._function, self._pack = function, pack
+        self._function, self._pack = again(function), pack
         self._given = [(x, 0 if x is None else x._version) for x in inputs]
         self._inputs: list[tuple[Kept | _Token, bool] | None] | None = None
         self._settings = settings

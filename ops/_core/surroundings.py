@@ -3,8 +3,10 @@ settings that choose kernels, and the parameters and buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -64,6 +66,19 @@ def is_trained(x: Tensor) -> bool:
     return base.is_leaf and base.requires_grad
 
 
+LENT_FOR = "_headroom_lent_for"  # the attribute of a tensor that stands for a parameter
+
+
+def cast_parameter(x: Tensor) -> Tensor | None:
+    """Returns the parameter that ``x`` is a cast of by autocast, or a view of one; or None."""
+    node = viewed(x).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    (below, index), *_ = node.next_functions
+    lent = getattr(below, "lent", None)  # of a node that lends parameters
+    return getattr(below, "variable", None) if lent is None else lent[index]
+
+
 def version_of(x: Tensor) -> int | None:
     """Returns how often a tensor has been written; None if it was made in inference mode, or a lazy
     module has still to make it."""
@@ -119,6 +134,36 @@ class Settings:
             yield
 
 
+_around: ContextVar[Callable[[], AbstractContextManager[Any]] | None]
+_around = ContextVar("around", default=None)
+
+
+@contextmanager
+def within(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Lets what is called while it lasts, and called again in the backward pass, find ``context()``
+    around it there."""
+    token = _around.set(context)
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that does what ``function`` does now, also when it is called in the
+    backward pass: within what is around it here."""
+    context = _around.get()
+    if context is None:
+        return function
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return called
+
+
 class Parameters:
     """Keeps the parameters of modules as they are now, to find out whether they are the same later.
 
@@ -132,7 +177,8 @@ class Parameters:
             for module in modules
             if module is not None
             for part in module.modules()
-            for name, p in part._parameters.items()
+            for name, now in part._parameters.items()
+            for p in (getattr(now, LENT_FOR, now),)
             if is_plain(p) and not p.is_inference()
         ]
 
@@ -140,6 +186,7 @@ class Parameters:
         """Returns which parameter has been replaced or changed, and how, or None."""
         for part, name, p, storage, version in self._seen:
             now = part._parameters.get(name)
+            now = getattr(now, LENT_FOR, now)
             if now is not p and not is_plain(now) and now is not None:
                 continue
             what = f"parameter {name} of {type(part).__name__}"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from .._core.surroundings import again
 from ..host.saved import saved_on_host
 from .verify import verified_region, verified_results
 
@@ -70,6 +71,8 @@ def checkpoint(
     if function is None:
         options |= {"verify": verify, "host": host} | kwargs
         return lambda f: functools.wraps(f)(functools.partial(checkpointed, f, options))
+    if not torch.compiler.is_compiling():
+        function = again(function)
     if host and not torch.compiler.is_compiling():
         with saved_on_host(stay=(*args, *kwargs.values())):
             return checkpoint(function, *args, verify=verify, **options, **kwargs)

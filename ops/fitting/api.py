@@ -68,9 +68,9 @@ def fit(
             what blocks keep for their backward pass, in the arena of the process. What leaves the
             device is copied in every step, and changes no result. None: nothing leaves it.
         optimizer: of the model's parameters, or a function that makes one from a list of them,
-            such as a class. Adam, AdamW, Lion, and SGD with momentum may be replaced, with all
-            options of each group; then :attr:`Fitted.optimizer` is another one, and schedulers are
-            to be made of that. None: :class:`torch.optim.AdamW`.
+            such as a class. Adam, AdamW, Lion, Muon, and SGD with momentum may be replaced, with
+            all options of each group; then :attr:`Fitted.optimizer` is another one, and schedulers
+            are to be made of that. None: :class:`torch.optim.AdamW`.
         loss, forward: how the loss is computed, as in :func:`headroom.plan`: a mean over samples,
             or over labels that are not -100, for which micro-batches are weighed. Give a batch with
             such labels if there will be any: it shows which.

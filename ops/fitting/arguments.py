@@ -14,9 +14,9 @@ from .._core.checks import check_number
 from .._core.sizes import parse_bytes
 from ..host import default_arena
 from ..memory.track import device_of
-from ..optim.replacing import optimizer_of
 from ..step.checks import check_described
 from ..step.description import Step
+from ..step.optimizers import optimizer_of
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
 
@@ -112,7 +112,7 @@ def check_only(only: Any) -> None:
                 raise TypeError(
                     f"only has {value!r} for {name}, wanted values of type {kind.__name__}"
                 )
-            least = 0 if name == "state_budget" else 1
+            least = 0 if name in ("state_budget", "weights_host") else 1
             if kind is int and value < least:
                 raise ValueError(
                     f"only has {value} for {name}, wanted whole numbers from {least} on"

@@ -17,6 +17,9 @@ FORMATS = ("int8", "nf4")
 ALLOWABLE = ("8bit", "bf16", "adafactor", *FORMATS)
 """What changes the mathematics, and is used only if it is allowed."""
 
+PLACES = ("", "state", "step")
+"""The values of ``offload`` of a choice."""
+
 SAME = 0.002
 """The share of bytes or seconds below which two choices are no different in a report."""
 
@@ -35,9 +38,12 @@ class Choice:
         frozen: "given", or the format that the frozen weights of linear layers are in: "int8" or
             "nf4".
         release: whether each gradient is used and freed as soon as it is there.
-        offload: whether the state of the optimizer lies on the host.
-        state_budget: the bytes of it that stay on the device then, with those of the ring that the
-            rest passes through; 0: only the ring.
+        offload: "state" where the state of the optimizer lies on the host, "step" where the step
+            runs there, too, and "" where neither does.
+        state_budget: the bytes of a "state" that stay on the device, with those of the ring that
+            the rest passes through; 0: only the ring.
+        weights_host: of so many blocks, from the first on, the weights lie on the host, and are
+            fetched for each pass.
         fused_loss: whether a language model computes its loss without logits.
     """
 
@@ -47,9 +53,10 @@ class Choice:
     weights: str = "given"
     release: bool = False
     fused_loss: bool = False
-    offload: bool = False
+    offload: str = ""
     state_budget: int = 0
     frozen: str = "given"
+    weights_host: int = 0
 
     def but(self, **changes: Any) -> Choice:
         """Returns the choice with some fields replaced."""
@@ -65,7 +72,8 @@ class Choice:
             + (self.frozen != "given")
             + self.release
             + self.fused_loss
-            + self.offload
+            + bool(self.offload)
+            + bool(self.weights_host)
         )
 
     @property
@@ -86,7 +94,7 @@ class Choice:
     @classmethod
     def from_json(cls, value: Choice | Mapping[str, Any]) -> Choice:
         """Returns the choice that :meth:`to_json` described, or one that was made by hand; fields
-        that are not there have their defaults.
+        that are not there have their defaults. Earlier versions wrote True for "state".
 
         Raises:
             TypeError: it is neither.
@@ -99,6 +107,8 @@ class Choice:
                 f"choice is {type(value).__name__}, wanted a Choice, or the dict that its "
                 "to_json() returned"
             )
+        if isinstance(value.get("offload"), bool):
+            value = {**value, "offload": "state" if value["offload"] else ""}
         defaults = {part.name: part.default for part in fields(cls)}
         for name, got in value.items():
             if name not in defaults:
@@ -106,6 +116,8 @@ class Choice:
             if name == "levels":
                 is_good = isinstance(got, (list, tuple)) and all(type(x) is str for x in got)
                 wanted = "a list of names"
+            elif name == "offload":
+                is_good, wanted = got in PLACES, f"one of {PLACES}"
             else:
                 is_good = type(got) is type(defaults[name])
                 wanted = f"one of type {type(defaults[name]).__name__}"
@@ -129,7 +141,9 @@ class Choice:
             parts.append(f"frozen in {self.frozen}")
         if self.offload:
             stays = f" but {format_bytes(self.state_budget)}" if self.state_budget else ""
-            parts.append(f"state on the host{stays}")
+            parts.append(f"{self.offload} on the host{stays}")
+        if self.weights_host:
+            parts.append(f"weights of {self.weights_host} blocks on the host")
         parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
         return ", ".join(parts) or "as it is"
 

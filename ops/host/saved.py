@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._core.recompute import Kept, can_drop
-from .._core.surroundings import is_plain, is_trained, viewed
+from .._core.surroundings import cast_parameter, is_plain, is_trained, viewed
 from .arena import default_arena
 from .engines import engine_of
 from .slabs import Slabs
@@ -221,7 +221,8 @@ class _Saving:
             storage.nbytes() >= MIN_BYTES
             and storage._cdata not in self._stay
             and not (x.is_conj() or x.is_neg())
-            and not (isinstance(viewed(x), torch.nn.Parameter) or is_trained(x) or _is_cast(x))
+            and not (isinstance(viewed(x), torch.nn.Parameter) or is_trained(x))
+            and cast_parameter(x) is None
         )
 
     def _pack(self, x: Tensor) -> Kept | _Token:
@@ -249,12 +250,3 @@ def _bytes(x: Tensor) -> Tensor:
     if isinstance(x, FakeTensor):
         return x
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-
-
-def _is_cast(x: Tensor) -> bool:
-    """Returns whether ``x`` is a parameter in the dtype of autocast, which holds it anyway."""
-    node = viewed(x).grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    (below, _), *_ = node.next_functions
-    return below is not None and hasattr(below, "variable")

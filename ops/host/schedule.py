@@ -20,7 +20,12 @@ SMALL = 4 << 10  # bytes of one whose latency is
 
 
 def paged_step(
-    pieces: Sequence[int], step_seconds: float, link: Link, slots: int = 3, copies: int = 1
+    pieces: Sequence[int],
+    step_seconds: float,
+    link: Link,
+    slots: int = 3,
+    copies: int = 1,
+    before: Sequence[float] = (),
 ) -> Schedule:
     """Returns the schedule of an optimizer step whose states pass through a ring.
 
@@ -29,6 +34,8 @@ def paged_step(
         step_seconds: of all pieces together.
         slots: of the ring.
         copies: of each piece, in each direction.
+        before: the seconds that the device computes before it steps each piece, such as those of
+            the backward pass that the gradients come from which are released then.
     """
     schedule, total = Schedule(link), sum(pieces) or 1
     arrived: list[int] = []
@@ -45,6 +52,8 @@ def paged_step(
         for ahead in range(len(arrived), min(i + slots, len(pieces))):
             free = stored[ahead - slots : ahead - slots + 1] if ahead >= slots else []
             arrived.append(copied("up", pieces[ahead], free))
+        if before:
+            schedule.compute(before[i])
         stepped = schedule.compute(step_seconds * size / total, [arrived[i]])
         stored.append(copied("down", size, [stepped]))
     return schedule
@@ -140,6 +149,62 @@ def exposed_seconds(
     """Returns how many seconds longer a step of blocks takes whose kept tensors leave. See
     :func:`blocks_step`."""
     return blocks_step(kept_bytes_per_block, forward_seconds, backward_seconds, link).exposed
+
+
+def streamed_step(
+    weights: Sequence[int],
+    gradients: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    link: Link,
+    prefetch: int = 1,
+) -> Schedule:
+    """Returns the schedule of the forward and the backward pass of blocks whose weights come up
+    before each of them and whose gradients go down after it.
+
+    Args:
+        weights: the bytes of each block that are on the host; 0 where they stay on the device.
+        gradients: the bytes of each that go to the host; 0 where all is frozen, or stays.
+        forward, backward: the seconds of each, with what is computed again.
+        prefetch: how many blocks ahead a copy begins.
+    """
+    schedule = Schedule(link)
+    ahead = prefetch if link.is_asynchronous else 0
+    loaded: dict[int, int] = {}  # copies by the blocks in slots, the one used longest ago first
+
+    def load(i: int) -> None:
+        if not weights[i]:
+            return
+        if i in loaded:
+            loaded[i] = loaded.pop(i)
+            return
+        if len(loaded) > ahead:
+            del loaded[next(iter(loaded))]
+        loaded[i] = schedule.copy("up", weights[i], schedule.mark())
+
+    streamed = [i for i, size in enumerate(weights) if size]
+
+    def visit(i: int, seconds: float, way: int) -> int:
+        load(i)
+        if weights[i]:
+            place = streamed.index(i)
+            for j in range(place + way, place + way * (ahead + 1), way):
+                if 0 <= j < len(streamed):
+                    load(streamed[j])
+        return schedule.compute(seconds, [loaded[i]] if i in loaded else [])
+
+    for i, seconds in enumerate(forward):
+        visit(i, seconds, 1)
+        if i in loaded:
+            schedule.sync(loaded[i])  # the host may write the weights when a block has returned
+    down: int | None = None
+    for i in reversed(range(len(backward))):
+        computed = visit(i, backward[i], -1)
+        if gradients[i]:
+            if down is not None:
+                computed = schedule.compute(0, [down])  # those of one block wait on the device
+            down = schedule.copy("down", gradients[i], [computed])
+    return schedule
 
 
 # ---- what a link can do --------------------------------------------------------------------------

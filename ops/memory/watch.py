@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._core.running_modules import watching_modules
 from ..host.arena import Slab, in_arena, listeners
 from ..patching.bitsandbytes import held_of
+from ..patching.streaming import streamed_blocks
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -54,7 +55,11 @@ def _label(address: int, size: int, kind: str, name: str | None) -> Label:
 
 def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yields the kind and the name of each parameter, gradient and buffer, and the tensor; among
-    parameters scales of layers of bitsandbytes, which are none of theirs."""
+    parameters scales of layers of bitsandbytes, which are none of theirs, and slots that weights
+    on the host take turns in."""
+    for stream in {id(block.stream): block.stream for block in streamed_blocks(model)}.values():
+        for slot in stream.slots:
+            yield "parameters", "slots", slot
     for name, p in model.named_parameters():
         yield "parameters", name, p
         if p.grad is not None:
@@ -362,7 +367,7 @@ class Watch:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             storage = tensor.untyped_storage()
-            if address := storage.data_ptr():
+            if (address := storage.data_ptr()) and not in_arena(tensor):
                 if not (self._sees_all or address in self._ends):
                     self._follow(storage, address, waits=True)
                 if places:

@@ -279,7 +279,7 @@ def chosen_levels(
             for level, fits in zip(levels_for_all(save, len(layers)), can)
         ]
     elif isinstance(save, Mapping):
-        levels = _from_mapping(save, layers, kind)
+        levels = by_block("save", save, layers, model)
     elif not isinstance(save, Sequence):
         raise ValueError(f"headroom.patch: save is {save!r}, wanted levels, such as 'L5'")
     else:
@@ -306,17 +306,27 @@ def chosen_levels(
     return levels
 
 
-def _from_mapping(
-    save: Mapping[str | int, str], layers: Sequence[PatchedLayer], kind: str
+def by_block(
+    argument: str,
+    given: Mapping[str | int, str],
+    layers: Sequence[PatchedLayer],
+    model: nn.Module,
 ) -> list[str | None]:
+    """Returns for each block what an argument of :func:`patch` gives it by its name or number."""
     places: dict[str | int, int] = {layer.name: k for k, layer in enumerate(layers)}
     places |= {k: k for k in range(len(layers))}
-    levels: list[str | None] = [None] * len(layers)
-    for key, level in save.items():
+    found: list[str | None] = [None] * len(layers)
+    for key, value in given.items():
         if key not in places:
-            raise ValueError(
-                f"headroom.patch: save has {key!r}, which is no block of {kind}; wanted a number "
-                f"below {len(layers)} or a name from {layers[0].name} to {layers[-1].name}"
+            kind = type(model).__name__
+            wanted = (
+                f"a number below {len(layers)} or a name from {layers[0].name} to {layers[-1].name}"
+                if layers
+                else "none"
             )
-        levels[places[key]] = level
-    return levels
+            raise ValueError(
+                f"headroom.patch: {argument} has {key!r}, which is no block of {kind}; wanted "
+                f"{wanted}"
+            )
+        found[places[key]] = value
+    return found

@@ -43,6 +43,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._log: list[tuple[Any, str, tuple[str, Any]]] = []
+        self._gone: list[tuple[nn.Module, str, Any]] = []  # what restore() took away
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute of the instance, such as a ``forward``.
@@ -83,11 +84,20 @@ class Changes:
             return
         for name, held in record.before.items():
             if not _is_wrapped(module, name, record.now[name]):
+                self._gone.append((module, name, record.now[name]))
                 self._write(module, name, held)
         for shared, name, held, value in record.shared:
             if vars(shared).get(name) == value:  # nobody has chosen another since
                 self._write(shared, name, held)
         self._write(module, RECORD, (ABSENT, None))
+
+    def finish(self) -> None:
+        """Lets values that modules had, and have no others for now, bring back what they have
+        moved. There is no way back from here."""
+        for module, name, value in self._gone:
+            if name not in vars(module) and hasattr(value, "bring_back"):
+                value.bring_back()
+        self._gone = []
 
     def rollback(self) -> None:
         """Takes back everything that was done through this log."""
@@ -118,6 +128,13 @@ def patched_names(attributes: Mapping[str, Any]) -> set[str]:
     """Returns the names of those attributes of a module that patch() has set."""
     record = attributes.get(RECORD)
     return set() if record is None else {RECORD, *record.now}
+
+
+def undo(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Restores named modules as :func:`restore` does, and brings back what was moved for them."""
+    changes = Changes()
+    restore(modules, changes)
+    changes.finish()
 
 
 def restore(modules: Iterable[tuple[str, nn.Module]], changes: Changes) -> None:

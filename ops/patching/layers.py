@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.surroundings import takes_ops
+from .._core.surroundings import again, takes_ops
 from ..checkpointing.caches import is_filled, warn_of_cache
 from ..nn.fused import is_untouched
 from ..nn.steps import SaveLevel, run_steps
@@ -40,7 +40,7 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             warn_of_cache(self, "gradient checkpointing")
             given["use_cache"] = False
         run = functools.partial(_run, self, SaveLevel(0), None, given)
-        return self._gradient_checkpointing_func(run, x)
+        return self._gradient_checkpointing_func(again(run), x)
     level = dial.level
     if cache is not None and level.number > 0 and torch.is_grad_enabled():
         if self.training and not is_filled(cache, self):

@@ -3,7 +3,7 @@ training share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -15,7 +15,11 @@ from .report import PatchReport
 
 
 def set_levels(
-    model: nn.Module, levels: Mapping[str, str], *, fused_loss: bool = False
+    model: nn.Module,
+    levels: Mapping[str, str],
+    *,
+    fused_loss: bool = False,
+    on_host: Sequence[str] = (),
 ) -> PatchReport | None:
     """Sets the level of blocks, in place, and returns what was done; None if there was nothing to
     do.
@@ -27,12 +31,17 @@ def set_levels(
     Args:
         levels: by the names of the blocks; empty: blocks stay as they are.
         fused_loss: whether the loss of a language model is computed without its logits.
+        on_host: the names of the blocks whose weights lie on the host.
     """
     if not levels and not fused_loss:
         return None
     known = find_layers(model) is not None
     save: dict[str | int, str] = {**levels}
-    return patch(model, save or None, norms=known, glu=known, rope=known, loss=fused_loss)
+    weights: dict[str | int, str] = dict.fromkeys(on_host, "host")
+    return patch(
+        model, save or None, norms=known, glu=known, rope=known, loss=fused_loss,
+        weights=weights or None,
+    )  # fmt: skip
 
 
 class Blocks:

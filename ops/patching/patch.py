@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from ..host.arena import HostArena
 from . import families, generic
 from .bitsandbytes import swap_bitsandbytes
 from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
-from .changes import Changes, restore
+from .changes import Changes, restore, undo
 from .losses import check_loss_options, swap_losses
 from .peft import swap_adapters
 from .report import PatchReport
+from .streaming import chosen_blocks, move_weights, stream_weights, streamed_blocks
 
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
 
@@ -27,15 +29,18 @@ def patch(
     rope: bool = True,
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
+    weights: Literal["host"] | Mapping[str | int, str] | None = None,
+    prefetch: int = 1,
+    host: HostArena | None = None,
 ) -> PatchReport:
     """Gives a model Headroom's norms and blocks with a dial, in place; layers of bitsandbytes the
     product :func:`headroom.functional.linear_quantized`; layers with adapters of PEFT the op
     :func:`headroom.functional.lora_linear`; and on a CPU without instructions for
     products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
-    Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
-    instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
-    raises, the model is as it was before it.
+    Parameters, their names and the ``state_dict`` stay as they are, but for where weights that
+    stream are; only attributes of module instances are set, and :func:`unpatch` removes them. A
+    second call starts anew. If the call raises, the model is as it was before it.
 
     Args:
         model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
@@ -58,14 +63,25 @@ def patch(
             evaluation, everything is as before.
         checkpoint_options: options of :func:`headroom.checkpoint` for blocks at L5, such as
             ``context_fn`` or ``verify``; only for those that have no other levels.
+        weights: ``"host"`` lets the weights of all blocks stream, ``{block: "host"}`` those of
+            some, by name or number: their parameters become tensors of the CPU in the host arena,
+            the device that they were on has them while their block runs, and their gradients come
+            to the CPU. Losses and gradients have the same bits. Weights that are tied to others
+            outside of their block stay, and the report says so. On the CPU this is of use only with
+            an arena in files.
+        prefetch: how many blocks ahead weights are copied, in both passes; the device has slots for
+            one block more.
+        host: the arena; by default that of the process, :func:`headroom.host.default_arena`.
 
     Returns:
         What was done: ``print(report)``, ``report.undo()``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``loss`` neither a bool nor a dict.
-        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none; or
-            ``checkpoint_options`` or ``loss`` has a name that is none of its options.
+        HostMemoryError: the arena has no room for the weights.
+        TypeError: ``model`` is no module, ``loss`` neither a bool nor a dict, or ``host`` no arena.
+        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none;
+            ``checkpoint_options`` or ``loss`` has a name that is none of its options; or weights
+            shall stream, and the model is compiled, sharded, on meta, or has no such block.
         RuntimeError: the model was patched before, and a ``forward`` replaced since.
     """
     if not isinstance(model, nn.Module):
@@ -73,10 +89,12 @@ def patch(
     options = Options(norms=norms, glu=glu, rope=rope, checkpoint=checkpoint_options or {})
     loss_options = check_loss_options(loss)
     report, changes = PatchReport(model), Changes()
+    before = streamed_blocks(model)
     try:
         restore(model.named_modules(), changes)
         report.architecture, layers = repeated_layers(model)
         levels = chosen_levels(save, layers, model)
+        on_host = chosen_blocks(weights, layers, model)
         for layer, level in zip(layers, levels):
             layer.patch(level, options, changes, report)
             if isinstance(save, str) and level is None:
@@ -89,13 +107,19 @@ def patch(
         swap_adapters(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
+        streamed = stream_weights(model, on_host, prefetch, host, before, changes, report)
         if report.changed:
             call = {"save": dict(report.levels), "norms": norms, "glu": glu, "rope": rope}
             call |= {"loss": loss, "checkpoint_options": checkpoint_options}
+            if streamed:
+                where = dict.fromkeys(report.streamed, "host")
+                call |= {"weights": where, "prefetch": prefetch, "host": host}
             changes.set(model, CALL, call)
+        move_weights(streamed, before)
     except BaseException:
         changes.rollback()
         raise
+    changes.finish()
     return report
 
 
@@ -119,4 +143,4 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         RuntimeError: something else has replaced a ``forward`` since; nothing is changed.
     """
-    restore(model.named_modules(), Changes())
+    undo(model.named_modules())

@@ -9,7 +9,8 @@ from itertools import chain
 from torch import nn
 
 from .._core.grouping import grouped
-from .changes import Changes, restore
+from .._core.sizes import format_bytes
+from .changes import undo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class PatchReport:
         swapped: the modules that run other code, by name; one module may be swapped in several
             ways, so the values are lists of :class:`Swap`.
         levels: the level of each block whose level was set, by name.
+        streamed: the bytes of weights on the host, of each block whose weights stream, by name.
         left: the modules that were recognized but left alone, and why.
     """
 
@@ -55,6 +57,7 @@ class PatchReport:
         self.architecture: str | None = None
         self.swapped: dict[str, list[Swap]] = {}
         self.levels: dict[str, str] = {}
+        self.streamed: dict[str, int] = {}
         self.left: list[Left] = []
         self._root = weakref.ref(model)  # a report keeps no model alive
         self._blocks: dict[str, str] = {}
@@ -81,16 +84,21 @@ class PatchReport:
         self.levels[name] = level
         self._blocks[name] = type(module).__name__
 
+    def stream(self, name: str, module: nn.Module, size: int) -> None:
+        """Notes how many bytes of a block's weights stream."""
+        self.streamed[name] = size
+        self._blocks[name] = type(module).__name__
+
     @property
     def changed(self) -> bool:
         """Returns whether anything was changed."""
-        return bool(self.swapped or self.levels)
+        return bool(self.swapped or self.levels or self.streamed)
 
     def undo(self) -> None:
         """Undoes the changes, as :func:`headroom.unpatch` does."""
         model = self._root()
         if model is not None:
-            restore(model.named_modules(), Changes())
+            undo(model.named_modules())
 
     def __str__(self) -> str:
         known = self.architecture or "not an architecture that Headroom knows"
@@ -111,9 +119,11 @@ class PatchReport:
         lines = []
         groups = grouped(self.levels, lambda name: (self._blocks[name], self.levels[name]))
         for (block, level), names in groups.items():
-            where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            plural = "block" if len(names) == 1 else "blocks"
-            lines.append(f"  {len(names)} {plural} ({block}) at {level}: {where}")
+            lines.append(f"  {_blocks(names, block)} at {level}: {_range(names)}")
+        for block, names in grouped(self.streamed, lambda name: self._blocks[name]).items():
+            size = format_bytes(sum(self.streamed[name] for name in names))
+            what = f"{_blocks(names, block)} with weights on the host"
+            lines.append(f"  {what}, {size}: {_range(names)}")
         return lines
 
     def __repr__(self) -> str:
@@ -122,3 +132,11 @@ class PatchReport:
             f"PatchReport({self.model}: {swaps} swapped, {len(self.levels)} levels, "
             f"{len(self.left)} left alone)"
         )
+
+
+def _blocks(names: list[str], kind: str) -> str:
+    return f"{len(names)} {'block' if len(names) == 1 else 'blocks'} ({kind})"
+
+
+def _range(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

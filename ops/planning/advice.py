@@ -14,14 +14,17 @@ from .._core.module_copies import copied_modules
 from .._core.sizes import format_bytes
 from ..nn.block import Block
 from ..nn.steps import LEVELS, SaveLevel, levels_for_all, save_level
-from ..optim import Adafactor
-from ..optim.replacing import counterparts_named
+from ..optim import SGD, Adafactor
+from ..optim.muon.muon import ADAMW
 from ..patching import patch
 from ..patching.changes import is_patched
 from ..patching.families import find_layers
+from ..patching.streaming import streamed_blocks
+from ..state.convert.bitsandbytes import is_bitsandbytes, options_from
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
 from ..step.micro_batches import resized, samples_of
+from ..step.optimizers import counterparts_named
 from .fine_tuning import Change, adapters_instead, fewer_bits
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
@@ -63,6 +66,8 @@ class AdviceList(list):  # noqa: D101
     __repr__ = __str__
 
 
+LINK = 25e9  # bytes/s each way, of PCIe 4.0 x16
+
 # The products that are done again, of those of a Llama block.
 _TIMES = {
     "L1": "about as fast",
@@ -71,6 +76,11 @@ _TIMES = {
     "L4": "about 8 % slower",
     "L5": "about 25 % slower",
 }
+_OPTIONS = (
+    *("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    *("adamw", "split", "convolutions", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+    *("variant", "ns_dtype", "normuon"),
+)
 _SOURCE_OF_TIMES = "products done again, of those of a Llama block: docs/blocks.md"
 
 
@@ -84,9 +94,12 @@ def advise(
             other = again(changed)
         except (PlanError, ValueError, TypeError):
             continue  # it does not fit this model
-        saved = plan.total_bytes - other.total_bytes
+        saved, copied = plan.total_bytes - other.total_bytes, other.link_bytes - plan.link_bytes
         if saved > 0:
-            found.append(Advice(name, saved, *about, other))
+            time, source, code = about
+            if copied > 0:
+                time += f"; {copied / 2 / LINK:.2f} s of copies each way at 25 GB/s, if all wait"
+            found.append(Advice(name, saved, time, source, code, other))
     found.sort(key=lambda advice: -advice.bytes)
     del found[len(found) if top is None else top :]
     return found
@@ -101,6 +114,7 @@ def _changes(step: Step) -> Iterator[Change]:
         yield from _of_optimizer(step, options, given)
     yield from _of_activations(step)
     yield from _of_patch(step)
+    yield from _of_host(step)
     yield from adapters_instead(step)
     yield from fewer_bits(step)
     if step.sharding is not None:
@@ -130,27 +144,28 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[C
     if not classes:
         return
     ours, eight_bit = classes["headroom"], classes["8bit"]
+    params = "model" if _takes_model(step.optimizer, ours) else "model.parameters()"
     is_8bit = class_of_optimizer(step.optimizer).__name__ == eight_bit.__name__
     if not is_8bit and not _is_headroom(step.optimizer):
         yield (
             f"headroom.optim.{ours.__name__}",
-            step.but(optimizer=_maker(ours, options)),
+            step.but(optimizer=_maker(ours, options, params)),
             "faster: one pass over the parameters",
             "README, table of optimizers",
-            f"optimizer = headroom.optim.{ours.__name__}(model.parameters(){given})",
+            f"optimizer = headroom.optim.{ours.__name__}({params}{given})",
         )
     if not is_8bit:
         yield (
             f"headroom.optim.{eight_bit.__name__}",
-            step.but(optimizer=_maker(eight_bit, options)),
+            step.but(optimizer=_maker(eight_bit, options, params)),
             "no slower: 8-bit states are fewer bytes to move",
             "README, table of optimizers",
-            f"optimizer = headroom.optim.{eight_bit.__name__}(model.parameters(){given})",
+            f"optimizer = headroom.optim.{eight_bit.__name__}({params}{given})",
         )
         if "adafactor" in classes:
             yield (
                 "headroom.optim.Adafactor",
-                step.but(optimizer=_maker(Adafactor, {})),
+                step.but(optimizer=_maker(Adafactor, {}, params)),
                 "no slower, but another optimizer: the learning rate is to be found again",
                 "Shazeer and Stern 2018",
                 "optimizer = headroom.optim.Adafactor(model.parameters())",
@@ -164,12 +179,12 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[C
             step.but(
                 dtype=torch.bfloat16,
                 amp=None,
-                optimizer=_maker(maker, keep | {"master": "remainder16"}),
+                optimizer=_maker(maker, keep | {"master": "remainder16"}, params),
             ),
             "faster: 16-bit products",
             "the remainder keeps the bits of float32 weights; docs/weights-16bit.md",
             "headroom.cast_model(model, torch.bfloat16)\n"
-            f"optimizer = headroom.optim.{maker.__name__}(model.parameters(), "
+            f"optimizer = headroom.optim.{maker.__name__}({params}, "
             'master="remainder16"' + given + ")",
         )
 
@@ -207,6 +222,31 @@ def _of_activations(step: Step) -> Iterator[Change]:
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+
+
+def _of_host(step: Step) -> Iterator[Change]:
+    """Yields what can be on the host. Where host and device are one, nothing is gained by it."""
+    if step.device is None or step.device.type != "cuda" or step.sharding is not None:
+        return
+    source = "copies beside the backward pass, and which of them wins when: docs/offloading.md"
+    is_away = step.offload is not None or getattr(step.optimizer, "paging", None) is not None
+    if _is_headroom(step.optimizer) and not is_away:
+        for what, name in (("state", "optimizer state"), ("step", "the optimizer's step")):
+            yield (
+                f"{name} on the host",
+                step.but(offload=what),
+                "the same bits",
+                source,
+                f'headroom.optim.offload(optimizer, "{what}")',
+            )
+    if step.weights is None and not streamed_blocks(step.model):
+        yield (
+            "weights of blocks on the host",
+            step.but(weights="host"),
+            "the same bits",
+            source,
+            'headroom.patch(model, weights="host")',
+        )
 
 
 def _set_in_all(level: str) -> str:
@@ -306,27 +346,39 @@ def _counterparts(optimizer: Any) -> dict[str, Any]:
     return counterparts_named(getattr(class_of_optimizer(optimizer), "__name__", ""))
 
 
+def _takes_model(optimizer: Any, ours: Any) -> bool:
+    """Returns whether Headroom's counterpart is made of the model, which torch's Muon, with some of
+    its matrices, is not."""
+    return getattr(ours, "takes_model", False) and _is_headroom(optimizer)
+
+
 def _options(optimizer: Any) -> dict[str, Any]:
     """Returns the options that differ from the defaults of Headroom's counterpart, of the first
     group."""
+    classes = _counterparts(optimizer)
     if not hasattr(optimizer, "param_groups"):
         found = getattr(optimizer, "keywords", {})
     else:
         found = optimizer.param_groups[0]
-    classes = _counterparts(optimizer)
+        if classes.get("headroom") is SGD and is_bitsandbytes(optimizer):
+            found = options_from(found, "sgd", [])
+        if _takes_model(optimizer, classes.get("headroom")):
+            whole = optimizer.whole_arguments
+            adamw = {key: value for key, value in whole["adamw"].items() if ADAMW.get(key) != value}
+            found = {**found, **whole, "adamw": adamw}
     usual = inspect.signature(classes["headroom"]).parameters if classes else {}
-    names = ("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     return {
         key: found[key]
-        for key in names
-        if key in usual and isinstance(found.get(key), (int, float, tuple))
-        if found[key] != usual[key].default
+        for key in _OPTIONS
+        if key in usual and isinstance(found.get(key), (int, float, tuple, str, dict))
+        if found[key] not in (usual[key].default, {})
     }
 
 
-def _maker(kind: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter]], Any]:
-    def make(params: list[nn.Parameter]) -> Any:
+def _maker(kind: Any, options: dict[str, Any], params: str) -> Callable[[Any], Any]:
+    def make(params: Any) -> Any:
         return kind(params, **options)
 
     make.__name__, make.__module__ = kind.__name__, kind.__module__
+    make.takes_model = params == "model"  # type: ignore[attr-defined]
     return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,7 +42,8 @@ def plan(
     scaler: bool = False,
     max_grad_norm: float | None = None,
     set_to_none: bool = True,
-    offload: Literal["state"] | None = None,
+    offload: Literal["state", "step"] | None = None,
+    weights: Literal["host"] | Mapping[str | int, str] | None = None,
     world_size: int | DeviceMesh | None = None,
     shard: str | DDP | FSDP | Sequence[Any] | None = None,
     measure: bool = False,
@@ -82,8 +83,12 @@ def plan(
         set_to_none: of ``optimizer.zero_grad``. With False, gradients stay allocated from one step
             to the next.
         offload: "state" keeps the state of the optimizer on the host, but for a ring that it passes
-            through, as :func:`headroom.optim.offload` does. An optimizer that is offloaded already,
-            with a budget or without, is planned as it is.
+            through, as :func:`headroom.optim.offload` does; "step" steps it there, too, where the
+            device is CUDA. An optimizer that is offloaded already, with a budget or without, is
+            planned as it is.
+        weights: "host" keeps the weights of the repeated blocks on the host, or a dict of "host"
+            those of some, as :func:`headroom.patch` does. A model that was patched so is planned as
+            it is.
         world_size: ranks, or the mesh of them, of which the last dimension shards. The plan is of
             rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel
             needs neither this nor ``shard``; one of ``fully_shard`` is planned before that.
@@ -99,8 +104,8 @@ def plan(
             raises. Says which one, and in which module.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    if offload not in (None, "state"):
-        raise ValueError(f'offload must be "state" or None, got {offload!r}')
+    if offload not in (None, "state", "step"):
+        raise ValueError(f'offload must be "state", "step" or None, got {offload!r}')
     step = check_step(
         Step(
             model,
@@ -119,7 +124,8 @@ def plan(
             checkpoint_every=checkpoint_every,
             max_grad_norm=max_grad_norm,
             set_to_none=set_to_none,
-            offload=None if offload is None else 0,
+            offload=offload,
+            weights=weights,
         ),
         world_size,
         shard,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from .._core.checks import check_count
-from ..optim.replacing import check_parameters
 from ..step.checks import check_batch_and_loss
 from ..step.description import Step
+from ..step.optimizers import check_parameters
 from ..step.trees import tensors_in
 from .sharding import sharding_of
 from .sources import model_from

@@ -28,6 +28,8 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
     """Returns the bytes and kinds of what an operation holds while its results are allocated."""
     name = func._schema.name
     if device == "cpu" and (name in _CONVOLUTIONS or (name in _PRODUCTS and _is_narrow(args))):
+        if "coefficients" in kwargs:  # of iterations, each of which takes as much
+            kwargs = kwargs | {"coefficients": kwargs["coefficients"][:3]}
         found = asked(func, args, kwargs)
         if found is not None:
             return [(found[0], "temporaries")]
@@ -50,6 +52,7 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
     "headroom::lora_linear_backward",
     "headroom::mlp_block",  # whose products are torch's, with the scratch memory of those
     "headroom::mlp_block_backward",
+    "headroom::newton_schulz_",
 }
 
 

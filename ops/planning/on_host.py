@@ -4,7 +4,9 @@ what a step copies."""
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +18,21 @@ from .._core.overlap import laid_out
 from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
+from ..param_states.paging.hosted import Hosting, Turn
+from ..param_states.paging.hosted_parts import Slots, divided
 from ..param_states.paging.paged import Paging, block_size_of
 from ..param_states.paging.parts import copied_bytes
 from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
 
+_KINDS = {"gradients": "gradients", "weights": "parameters"}  # of slabs; others are of states
+
 
 class PlannedPaging(Paging):
     """Counts what a step copies without cutting fakes of states into pieces: the views of all the
     pieces would take ten times as long as the rest of a plan."""
+
+    arena: Any  # a PlannedHost, which is the engine, too
 
     def engine_of(self, device: torch.device) -> Engine:
         return self.arena
@@ -44,9 +52,10 @@ class PlannedPaging(Paging):
         laid: list[Tensor] = []
         for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
             home = self._homes[owner]
-            up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
-            self.arena.bytes_up += up
-            self.arena.bytes_down += down
+            if not self.arena.steps_in_place(owner):
+                up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
+                self.arena.bytes_up += up
+                self.arena.bytes_down += down
             if home.size > ring.slot_bytes:
                 laid.append(laid_out(grad, param.stride()))
         return _Holding(bucket, laid), []
@@ -62,12 +71,87 @@ class _Holding:
         return [(self._bucket, self._grads.clear)]
 
 
+class PlannedHosting(Hosting):
+    """Counts what a step on the host copies, whose parts are not made either."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._made: list[Any] = []
+        self._count = 0  # of the parts of the latest bucket
+        self._leaving: deque[tuple[int, list[Tensor]]] = deque()  # parts, and their gradients
+
+    arena: Any  # a PlannedHost, which is the engine, too
+
+    def engine_of(self, device: torch.device) -> Engine:
+        return self.arena
+
+    def _parts(
+        self,
+        bucket: Bucket,
+        homes: list[Any],
+        slots: Slots,
+        is_cut: list[bool],
+        block_size: int,
+    ) -> list[Any]:
+        self._count = len(divided(bucket.grads, slots.slot_bytes, is_cut))
+        return []
+
+    def _with(self, run: Turn, steps: Calls) -> Calls:
+        return [(run.bucket, partial(self._leave, run, self._count))]
+
+    def _leave(self, turn: Turn, parts: int) -> None:
+        """Lets gradients go down, which stay on the device as long as there are slots for more."""
+        self._checked(turn)
+        bucket = turn.bucket
+        if turn.packed is not None:
+            self.arena.bytes_down += turn.packed.nbytes
+        for owner, grad in zip(bucket.owners, bucket.grads):
+            self.arena.bytes_down += 0 if self.arena.steps_in_place(owner) else grad.nbytes
+        self._leaving.append((parts, bucket.grads))
+        turn.bucket = bucket._replace(grads=[])
+        held = len(turn.slots.slots) if self.arena.is_asynchronous else 0
+        while sum(parts for parts, _ in [*self._leaving][1:]) >= held and self._leaving:
+            self._leaving.popleft()
+        if turn.firsts is None:
+            self._arrive(turn)
+        else:
+            self._made.append(turn)
+
+    def _arrive(self, turn: Turn) -> None:
+        for owner, param, home, first in zip(
+            turn.bucket.owners, turn.bucket.params, turn.homes, turn.firsts or turn.homes
+        ):
+            self.arena.bytes_up += 0 if self.arena.steps_in_place(owner) else param.nbytes
+            self._brought.append((param, home))
+            if turn.firsts is not None:
+                self._homes[owner], self._seconds[owner] = home, first
+
+    def finish(self) -> None:
+        self._leaving.clear()
+        super().finish()
+
+    def commit(self) -> None:
+        made, self._made = self._made, []
+        for turn in made:
+            self._arrive(turn)
+        self.finish()
+
+    def made_again(self, clip_coef: Tensor) -> Calls:
+        self.commit()
+        return []
+
+    def discard(self) -> None:
+        # Fakes do not know whether a step counts, and one that does copies more.
+        self.commit() if self._made else super().discard()
+
+
 class PlannedHost(Inline):
     """Counts slabs that have no memory, and copies that copy nothing: an arena and an engine.
 
     Attributes:
         allocations: of slabs, at the events of the recorder.
         slabs: of what blocks keep.
+        weights: the parameters that are on the host.
     """
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
@@ -75,14 +159,15 @@ class PlannedHost(Inline):
         self.is_asynchronous = recorder.device.type == "cuda"
         self.allocations: list[Allocation] = []
         self.slabs = Slabs(self._take_for_blocks, lambda device: self)
+        self.weights: set[Tensor] = set()
         self._recorder, self._mode = recorder, mode
 
     def take(self, size: int, *, kind: str, owner: str, device: torch.device) -> Tensor:
-        """Returns a fake of a slab for the states of an optimizer."""
+        """Returns a fake of a slab."""
         with _disable_current_modes(), self._mode:
             slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._recorder.manage(slab)  # and it never appears on the device
-        self._allocate(slab, "optimizer_state", owner)
+        self._allocate(slab, _KINDS.get(kind, "optimizer_state"), owner)
         return slab
 
     def _take_for_blocks(self, size: int, device: torch.device) -> Tensor:
@@ -108,6 +193,11 @@ class PlannedHost(Inline):
 
     def _freed(self, allocation: Allocation) -> None:
         allocation.end = self._recorder.now
+
+    def steps_in_place(self, param: Tensor) -> bool:
+        """Returns whether a parameter is on the host, which is not the device, so that nothing is
+        copied to step it."""
+        return self.is_asynchronous and param in self.weights
 
     def begin_step(self) -> None:
         """Counts the copies of the step that follows alone."""

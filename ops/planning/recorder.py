@@ -111,7 +111,9 @@ class Recorder(TorchDispatchMode):
 
     def manage(self, x: Tensor) -> None:
         """Counts the memory of a tensor from :meth:`appear` to :meth:`vanish` from now on."""
-        self._managed.add(x.untyped_storage()._cdata)
+        storage = x.untyped_storage()
+        self._managed.add(storage._cdata)  # until another may have its number
+        weakref.finalize(storage, self._managed.discard, storage._cdata)
 
     def appear(self, x: Tensor, kind: str, owner: str | None, module: str | None) -> None:
         """Allocates the memory of a tensor that is managed."""

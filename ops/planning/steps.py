@@ -15,10 +15,10 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
-from ..optim.replacing import made_of
 from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
+from ..step.optimizers import made_of
 from ..step.run import passes, update
 from ..step.trees import mapped
 
@@ -56,7 +56,7 @@ class Steps:
             self.optimizer = made_of(self.optimizer, model)
         self.distribute()
         if given.offload is not None:
-            self.offload(given.offload)
+            self.offload(given.offload, given.state_budget)
         if given.scaler:
             self.scaler = torch.amp.GradScaler(given.device.type)
         released = self.optimizer if given.release else None
@@ -73,9 +73,9 @@ class Steps:
     def distribute(self) -> None:
         """Spreads the model over ranks."""
 
-    def offload(self, budget: int) -> None:
-        """Keeps the state of the optimizer on the host, but for so many bytes."""
-        begin(self.optimizer, "state", budget)
+    def offload(self, what: str, budget: int) -> None:
+        """Keeps the state on the host, but for so many bytes, or steps it there."""
+        begin(self.optimizer, what, budget or None)
 
     def begin(self, phase: str) -> None:
         """Says that a phase begins."""

@@ -19,15 +19,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._core.randomness import Random, generators_kept
+from ..host.checksums import sums_of
 from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
 from ..optim.muon.cost import warn_if_slow
-from ..param_states.paging import Hosting
-from ..param_states.paging.handle import check as check_offload
+from ..param_states.paging import hosted
+from ..param_states.paging.handle import is_stepped_there
+from ..param_states.paging.hosted import Hosting
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
+from ..patching.streaming import streamed_blocks
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
@@ -37,7 +40,7 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
-from .on_host import PlannedHost, PlannedPaging
+from .on_host import PlannedHost, PlannedHosting, PlannedPaging
 from .ours import fakes_overwritten
 from .probe import unasked
 from .recorder import Recorder
@@ -45,6 +48,7 @@ from .recurrent import LAYERS, has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
 from .steps import Steps
+from .streamed import Streamable, stream, streamable, streaming_on_fakes
 
 __all__ = ["trace"]
 
@@ -77,8 +81,11 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
+        stack.enter_context(mock.patch.object(hosted, "checksums", sums_of))
         stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
+        stack.enter_context(streaming_on_fakes(recorder, run.host, mode))
+        run.blocks = [] if step.weights is None else streamable(step.model, step.weights)
         run.prepare()
         if step.optimizer is not None:
             warn_if_slow(run.optimizer, list(tensors_in(copied.batch)), step.accumulation)
@@ -125,13 +132,14 @@ class _Traced(Steps):
         self.recorder, self.host = recorder, host
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
+        self.blocks: list[Streamable] = []  # whose weights shall be on the host
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
 
-    def offload(self, budget: int) -> None:
+    def offload(self, what: str, budget: int) -> None:
         optimizer = headroom_optimizer(self.optimizer, "offload")
-        check_offload(optimizer)
-        optimizer.paging = PlannedPaging(self.host, budget)
+        kind = PlannedHosting if is_stepped_there(optimizer, what) else PlannedPaging
+        optimizer.paging = kind(self.host, budget)
 
     def distribute(self) -> None:
         sharding = self.given.sharding
@@ -144,13 +152,12 @@ class _Traced(Steps):
 
     def prepare(self) -> None:
         super().prepare()
+        stream(self.model, self.blocks, self.host)
+        for block in streamed_blocks(self.model):
+            block.settle()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
-            if isinstance(paging, Hosting):
-                raise ValueError(
-                    'the optimizer is stepped on the host, and a plan knows offload="state" alone: '
-                    "plan it before it is offloaded"
-                )
-            planned = PlannedPaging(self.host, paging.budget, paging.bucket_bytes)
+            kind = PlannedHosting if isinstance(paging, Hosting) else PlannedPaging
+            planned = kind(self.host, paging.budget, paging.bucket_bytes)
             self.optimizer.paging = planned
             planned.adopt(self.optimizer)
         for x in tensors_in(self.given.batch):

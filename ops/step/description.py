@@ -30,8 +30,11 @@ class Step:
         whole: the batch of the loader that ``batch`` is a part of; None: itself.
         part_of: gives the largest of so many micro-batches, where the loader of a loop makes them;
             None: they are cut from ``batch``.
-        offload: the bytes of the optimizer's state that stay on the device, with those of the ring,
-            while the others lie on the host; None: as the optimizer has it.
+        offload: "state" where the state of the optimizer lies on the host, "step" where the step
+            runs there, too; None: as the optimizer has it.
+        state_budget: the bytes of a "state" that stay on the device, with those of the ring.
+        weights: as in :func:`headroom.patch`: which blocks have their weights on the host; None:
+            as the model has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
         release: whether gradients are released in the backward pass; or the bytes of a bucket.
         max_grad_norm: gradients are clipped to it, or None.
@@ -57,7 +60,9 @@ class Step:
     prefetch: bool = False
     whole: Any = None
     part_of: Callable[[int], Any] | None = None
-    offload: int | None = None
+    offload: str | None = None
+    state_budget: int = 0
+    weights: Any = None
     accumulator: bool = False
     release: bool | int = False
     checkpoint_every: int | None = None
@@ -101,7 +106,9 @@ class Step:
         if self.sharding is not None:
             found["ranks"] = str(self.sharding)
         if self.offload is not None:
-            found["state"] = "on the host"
+            found[self.offload] = "on the host"
+        if self.weights is not None:
+            found["weights"] = "on the host"
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
         for name in ("accumulator", "release", "scaler", "prefetch"):

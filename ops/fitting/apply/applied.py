@@ -39,7 +39,7 @@ class Applied:
         layers: Sequence[str] = (),
     ) -> None:
         self.model, self.names, self.optimizer = model, list(names), optimizer
-        self._fused_loss = choice.fused_loss
+        self._fused_loss, self._weights_host = choice.fused_loss, choice.weights_host
         self.handle: Any = None
         self._undo: list[Callable[[], None]] = []
         self._others: dict[Tensor, torch.dtype] = {}  # of tensors that were cast from other dtypes
@@ -49,12 +49,15 @@ class Applied:
                 frozen = FrozenWeights(model, layers)
                 self._undo.append(frozen.give_back)
                 frozen.quantize(choice.frozen)
-            self.set_levels(choice.levels)
             if choice.weights == "bf16":
                 self._cast()
+            self.set_levels(choice.levels)
             if choice.offload:
-                handle = offload(optimizer, budget=choice.state_budget)
+                budget = choice.state_budget or None
+                handle = offload(optimizer, choice.offload, budget=budget)
                 self._undo.append(handle.remove)
+            if choice.weights_host:  # which come back before their states do
+                self._undo.append(lambda: unpatch(model))
             if choice.release:
                 bucket = bucket_of(model, choice.dtype)
                 self.handle = release_gradients(model, optimizer, bucket_bytes=bucket)
@@ -65,7 +68,12 @@ class Applied:
 
     def set_levels(self, levels: Sequence[str]) -> None:
         """Sets other levels, between two steps."""
-        set_levels(self.model, dict(zip(self.names, levels)), fused_loss=self._fused_loss)
+        set_levels(
+            self.model,
+            dict(zip(self.names, levels)),
+            fused_loss=self._fused_loss,
+            on_host=self.names[: self._weights_host],
+        )
 
     def undo(self) -> None:
         """Gives the model back what it had. A second call does nothing."""

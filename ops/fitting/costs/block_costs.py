@@ -61,6 +61,7 @@ class BlockCosts:
             be used.
         gradients: bytes of the gradients of its parameters.
         largest: of these gradients.
+        weights: bytes of its parameters and buffers.
     """
 
     name: str
@@ -68,6 +69,7 @@ class BlockCosts:
     levels: dict[str, LevelCost]
     gradients: int
     largest: int
+    weights: int = 0
 
     def scaled(self, factor: float) -> BlockCosts:
         """Returns the same with other seconds at all levels."""
@@ -82,6 +84,12 @@ class BlockCosts:
     def kept(self) -> int:
         """Returns the most of ``kept`` at any level."""
         return max(cost.kept for cost in self.levels.values())
+
+    def streamed(self) -> BlockCosts:
+        """Returns what it costs where its weights and gradients are on the host: a gradient leaves
+        when it is there."""
+        levels = {n: replace(c, backward=c.backward_released) for n, c in self.levels.items()}
+        return replace(self, levels=levels, gradients=0)
 
     def part(self, count: int) -> BlockCosts:
         """Returns what it costs in one of ``count`` micro-batches. Levels whose tensors are then

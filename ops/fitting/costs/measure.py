@@ -154,7 +154,9 @@ class _Kind:
             levels[level] = self._copied(levels[level], levels[level.removesuffix(ON_HOST)])
         gradients = max(found.gradients for found in self.bytes.values())
         largest = max(found.largest for found in self.bytes.values())
-        return BlockCosts(name, self.number, levels, gradients, largest)
+        tensors = (*self.block.parameters(), *self.block.buffers())
+        weights = sum(x.nbytes for x in {*tensors})
+        return BlockCosts(name, self.number, levels, gradients, largest, weights)
 
     def _copied(self, cost: LevelCost, stays: LevelCost) -> LevelCost:
         """Returns the cost of a level on the host, given that of the same on the device.

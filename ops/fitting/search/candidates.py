@@ -15,7 +15,7 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
-from ...optim.replacing import is_headroom, state_bytes
+from ...host.schedule import measured_link
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -28,16 +28,20 @@ from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
 from ...step.micro_batches import some_samples
+from ...step.optimizers import is_headroom, state_bytes
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ..choice import Choice
 from ..costs.block_costs import Measured
 from ..costs.measure import measure_blocks, seconds_at_leanest
+from ..costs.on_host import Streamed, hosted_seconds, streamed
 from ..costs.optimizer_seconds import optimizer_seconds
 from ..costs.outline import Outline, outline
 from ..costs.passes import PassTimes
 from .candidate import Candidate, Found, Frontiers
 from .techniques import Techniques
+
+HOST = torch.device("cpu")
 
 
 class _Pass(NamedTuple):
@@ -95,9 +99,10 @@ class Candidates:
         self._outlines: dict[Choice, Outline] = {}
         self._planned: dict[Choice, tuple[str, ...]] = {}  # the levels of the latest plan
         self._gone: set[Choice] = set()  # that cannot be planned
-        self._step_seconds: dict[tuple[str, str, bool], float] = {}
+        self._step_seconds: dict[tuple[Any, ...], float] = {}
         self._paged: dict[tuple[str, str, int], PagingMemory] = {}
         self._states: dict[tuple[str, str], int] = {}
+        self._streams: dict[tuple[_Pass, int], Streamed] = {}
         self._frontiers = Frontiers()
 
     def with_techniques(self, techniques: Techniques) -> Candidates:
@@ -168,7 +173,7 @@ class Candidates:
             optimizer = self.techniques.optimizer_of(choice)
             self._outlines[choice] = self._outlined(choice, optimizer, costs.measured)
         found = self._outlines[choice]
-        if not costs.is_planned:  # the others are estimated from this one
+        if not (costs.is_planned or choice.weights_host):  # the others are estimated from this one
             self._passes[key] = _PassCosts(costs.measured, found, choice)
         self._planned[choice.but(levels=())] = choice.levels
         return found.plan
@@ -223,7 +228,9 @@ class Candidates:
                 accumulation=min(2, choice.micro_batches),  # the second is like all that follow
                 starts_short=True,  # the first step is there to leave behind what later ones find
                 release=choice.release and bucket_of(step.model, choice.dtype),
-                offload=choice.state_budget if choice.offload else None,
+                offload=choice.offload or None,
+                state_budget=choice.state_budget,
+                weights=dict.fromkeys(names[: choice.weights_host], "host") or None,
                 dtype=choice.dtype,
             )
         )
@@ -421,39 +428,82 @@ class Candidates:
         factor = times.factor(count)
         between = measured.seconds_of_rest - measured.whole.outside  # the blocks
         outside = times.outside(count, fused_loss)
-        seconds = outside + factor * between + self._seconds_of_step(choice)
+        seconds = outside + factor * between + self._seconds_of_step(choice, measured)
+        streamed = self.streamed(choice)
         planned = self._planned.get(choice)
         if planned is not None:
             found = self._outlines[choice.but(levels=planned)]
         elif choice == costs.choice.but(levels=()):
             found = costs.outline
         else:
-            found = self._estimated(costs, choice)
+            found = self._estimated(costs, choice, streamed)
         is_timed = times.is_known(count, fused_loss)
         return Candidate(
-            choice, costs.measured, found, seconds, factor, is_timed, planned, self._frontiers,
-            self.paged(choice).host, self.host_room,
+            choice, streamed.measured, found, seconds + count * streamed.seconds, factor, is_timed,
+            planned, self._frontiers, self.paged(choice).host + streamed.host, self.host_room,
         )  # fmt: skip
 
-    def _seconds_of_step(self, choice: Choice) -> float:
-        resident = self._timed_step(choice)
+    def streamed(self, choice: Choice) -> Streamed:
+        """Returns what it changes that weights are on the host, for one micro-batch of a choice."""
+        key = _pass_of(choice), choice.weights_host
+        if key not in self._streams:
+            costs = self._passes[key[0]]
+            assert costs is not None
+            count, measured = choice.weights_host, costs.measured
+            self._streams[key] = Streamed(measured)
+            if count:
+                self._streams[key] = streamed(measured, count, measured_link(self.device))
+        return self._streams[key]
+
+    def _seconds_of_step(self, choice: Choice, measured: Measured) -> float:
+        """Returns the seconds of the optimizer, and of what it waits for."""
+        on_host = 0.0
+        if self.is_beside and choice.weights_host:
+            on_host = self.streamed(choice).gradients / self._gradients_of(choice)
+        if not on_host:
+            return self._seconds_on_device(choice, measured)
+        # The weights that are on the host are stepped there.
+        seconds = (1 - on_host) * self._seconds_on_device(choice, measured)
+        return seconds + on_host * self._timed_step(choice, HOST)
+
+    def _seconds_on_device(self, choice: Choice, measured: Measured) -> float:
+        device = self.device
+        if choice.offload == "step" and self.is_beside:
+            link, seconds = measured_link(device), self._timed_step(choice, HOST)
+            gradients = self._gradients_of(choice)
+            return hosted_seconds(measured.blocks, gradients, seconds, link, choice.release)
+        resident = self._timed_step(choice, device)
         if not choice.offload:
             return resident
-        memory, device = self.paged(choice), self.step.device
-        assert device is not None
-        if engine_of(device).is_asynchronous:
+        memory = self.paged(choice)
+        if self.is_beside:
             return paged_seconds(memory, resident, device)
         share = memory.host / max(1, memory.host + memory.resident)
-        return resident + share * max(0.0, self._timed_step(choice, offload=True) - resident)
+        return resident + share * max(0.0, self._timed_step(choice, device, True) - resident)
 
-    def _timed_step(self, choice: Choice, offload: bool = False) -> float:
-        key = choice.optimizer, choice.weights, offload
+    def _timed_step(self, choice: Choice, device: torch.device, offload: bool = False) -> float:
+        key = choice.optimizer, choice.weights, device, offload
         if key not in self._step_seconds:
-            optimizer, device = self.techniques.optimizer_of(choice), self.step.device
-            assert device is not None
+            optimizer = self.techniques.optimizer_of(choice)
             seconds = optimizer_seconds(optimizer, device, dtype=choice.dtype, offload=offload)
             self._step_seconds[key] = seconds
         return self._step_seconds[key]
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the step."""
+        assert self.step.device is not None
+        return self.step.device
+
+    def _gradients_of(self, choice: Choice) -> int:
+        """Returns the bytes of all gradients, which have the dtypes of the weights."""
+        trained = (p for p in self.step.model.parameters() if p.requires_grad)
+        return sum(p.numel() * (choice.dtype or p.dtype).itemsize for p in trained) or 1
+
+    @property
+    def is_beside(self) -> bool:
+        """Returns whether copies run beside what the device computes."""
+        return engine_of(self.device).is_asynchronous
 
     def paged(self, choice: Choice) -> PagingMemory:
         """Returns the bytes of the state of a choice's optimizer, by where they are, if it is on
@@ -500,7 +550,7 @@ class Candidates:
         unused = [param for name, param in trained.items() if name not in found]
         return unused if sum(p.nbytes for p in unused) == lacking else []
 
-    def _estimated(self, costs: _PassCosts, choice: Choice) -> Outline:
+    def _estimated(self, costs: _PassCosts, choice: Choice, streamed: Streamed) -> Outline:
         """Returns the outline with another optimizer than that of the plan, or with release."""
         found = costs.outline
         kinds = found.standing
@@ -520,7 +570,9 @@ class Candidates:
         if not is_same or choice.release:
             standing = sum(kinds[kind] for kind in ("parameters", "buffers", "batch"))
             floor = standing + state + (0 if choice.release else found.all_gradients)
-        base = max(0, found.base + state - of_plan)
+        stay = choice.micro_batches > 1  # gradients, which the first forward pass finds then
+        base = max(0, found.base + state - of_plan + streamed.device - stay * streamed.gradients)
+        floor = max(0, floor + streamed.device - (not choice.release) * streamed.gradients)
         return replace(found, base=base, after_backward=after, gradients=waiting, floor=floor)
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..._core.sizes import format_bytes
-from ...optim.replacing import is_headroom, state_bytes
 from ...patching.levels import Blocks
 from ...planning.api import plan_of
 from ...step.errors import PlanError
+from ...step.optimizers import is_headroom, state_bytes
 from ..choice import SAME, Choice
 from ..costs.outline import settled
 from ..report import Change
@@ -107,8 +107,9 @@ def _steps(
         ("optimizer", "optimizer", given, _NAMES.get(end.optimizer, "")),
         ("weights", "weights", "float32", "bfloat16 + 16 bits"),
         ("frozen", "frozen weights", "as given", end.frozen),
-        ("offload", "state", "on the device", "on the host"),
+        ("offload", end.offload, "on the device", "on the host"),
         ("state_budget", "of it", "none stays", f"{format_bytes(end.state_budget)} stay"),
+        ("weights_host", "weights", "on the device", f"{end.weights_host} blocks on the host"),
         ("release", "release", "gradients stay", "released"),
         ("micro_batches", "micro-batches", str(count), str(end.micro_batches)),
         ("levels", "levels", _counted(choice.levels), _counted(end.levels)),
@@ -141,6 +142,8 @@ def peak_by_kind(
         found["optimizer_state"] = memory.resident + memory.ring
     elif is_headroom(optimizer):
         found["optimizer_state"] = state_bytes(optimizer)
+    if candidate.planned is None:
+        found["parameters"] += candidates.streamed(candidate.choice).device
     found["device"] = outline.plan.device_share.bytes
     left = max(0, peak - sum(found.values()))
     in_step = peak - found["device"] <= outline.floor  # of the optimizer, or around the blocks

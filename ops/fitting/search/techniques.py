@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from ...optim.replacing import can_offload, counterparts, is_headroom, obstacle, replacement
+from ...host.arena import default_arena
+from ...host.engines import engine_of
 from ...param_states.paging import planned_paging
+from ...patching.levels import Blocks
 from ...patching.losses import has_fused_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
 from ...step.micro_batches import can_cut, counts, mixes_samples
+from ...step.optimizers import can_offload, counterparts, is_headroom, obstacle, replacement
 from ..choice import ALLOWABLE, FORMATS, Choice
 
-OF_STATE = ("offload", "state_budget")
-FIELDS = ("optimizer", "weights", "frozen", "fused_loss", "micro_batches", "release", *OF_STATE)
-SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device
+ON_HOST = ("offload", "state_budget", "weights_host")
+FIELDS = ("optimizer", "weights", "frozen", "fused_loss", "micro_batches", "release", *ON_HOST)
+SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device, or of blocks
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
 
@@ -120,7 +123,7 @@ def _values(choices: Sequence[Choice], name: str) -> list[Any]:
 
 
 def _one_of(values: Collection[Any]) -> str:
-    return f"one of {', '.join(map(str, values))}"
+    return f"one of {', '.join(str(value) or repr(value) for value in values)}"
 
 
 def techniques_of(
@@ -164,13 +167,20 @@ def techniques_of(
         choices.append(choice)
         if count == 1 and _can_release(step, optimizer):
             choices.append(choice.but(release=True))
-    budgets = {
-        key: _state_budgets(optimizer, on_host, given) for key, optimizer in optimizers.items()
+    places = {
+        key: _places_of_state(optimizer, step.device, on_host, given)
+        for key, optimizer in optimizers.items()
     }
     choices += [
-        choice.but(offload=True, state_budget=budget)
+        choice.but(offload=place, state_budget=budget)
         for choice in choices
-        for budget in budgets[choice.optimizer, choice.weights]
+        for place, budget in places[choice.optimizer, choice.weights]
+    ]
+    choices += [
+        choice.but(weights_host=count)
+        for choice in choices
+        for count in _counts_streamed(step, on_host, given)
+        if not choice.state_budget  # whose room weights would take
     ]
     choices += [choice.but(frozen=each) for each in formats if layers for choice in choices]
     choices.sort(key=lambda choice: choice.micro_batches)
@@ -190,17 +200,35 @@ def techniques_of(
     return replace(every, optimizers=optimizers, choices=tuple(left))
 
 
-def _state_budgets(optimizer: Any, on_host: bool, given: Choice | None) -> dict[int, None]:
-    """Returns how many bytes of a state may stay on the device, with those of the ring, if the
-    others lie on the host."""
-    budgets = [given.state_budget] if given is not None and given.offload else []
-    if not (on_host or budgets) or not can_offload(optimizer):
-        return {}
+def _places_of_state(
+    optimizer: Any, device: torch.device | None, on_host: bool, given: Choice | None
+) -> list[tuple[str, int]]:
+    """Returns how a state can lie on the host: what happens there, and how many bytes of it may
+    stay on the device, with those of the ring."""
+    found = [(given.offload, given.state_budget)] if given is not None and given.offload else []
+    if not (on_host or found) or not can_offload(optimizer):
+        return []
+    assert device is not None
     if on_host:
         memory = planned_paging(optimizer, 0)
         shares = (memory.ring + round(share * memory.host) for share in SHARES)
-        budgets += [0, *(size for size in shares if planned_paging(optimizer, size).host)]
-    return dict.fromkeys(budgets)
+        budgets = [0, *(size for size in shares if planned_paging(optimizer, size).host)]
+        found += [("state", budget) for budget in budgets]
+        if engine_of(device).is_asynchronous:
+            found.append(("step", 0))  # elsewhere the host is the device
+    return list(dict.fromkeys(found))
+
+
+def _counts_streamed(step: Step, on_host: bool, given: Choice | None) -> list[int]:
+    """Returns of how many blocks the weights can lie on the host. On a CPU, where host and device
+    are one, that is worth it if the arena is in a file."""
+    found = [given.weights_host] if given is not None and given.weights_host else []
+    device = step.device
+    assert device is not None
+    if on_host and (engine_of(device).is_asynchronous or default_arena().file is not None):
+        blocks = len(Blocks(step.model).names)
+        found += [round(share * blocks) for share in (*SHARES, 1)]
+    return [count for count in dict.fromkeys(found) if count > 0]
 
 
 def _can_release(step: Step, optimizer: Any) -> bool:

@@ -15,11 +15,12 @@ from ..._core.registration import FLOATS
 from .matrices import Split, matrix_shape, parts_of
 
 EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|\w*emb(ed)?(ding)?s?(_\w+)?)([._]|$)")
+EMBEDDINGS_OUTSIDE_LAYERS = {"shared"}  # of encoders and decoders, as in T5 and BART
 HEADS = {"lm_head", "embed_out", "output_layer", "unembed", "to_logits", "qa_outputs"}
 HEADS_OUTSIDE_LAYERS = {"head", "heads", "output", "classifier", "score", "logits", "decoder"}
 PACKED_QKV = {"qkv", "qkv_proj", "Wqkv", "c_attn", "in_proj_weight"}
 PACKED_HALVES = {"gate_up", "gate_up_proj", "up_gate_proj"}
-GATES = {"LSTM": 4, "GRU": 3}
+GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 
 HIDDEN, EMBEDDING, HEAD, VECTOR, CONVOLUTION = (
     "hidden matrices",
@@ -75,25 +76,18 @@ class Chooser:
     """Sorts parameters by what they are, from the modules of a model or from names alone.
 
     Args:
-        model: whose parameters they are; None: names decide.
         split: parts of packed matrices, by the end of a name; before what is known.
         convolutions: whether Muon steps the weights of convolutions.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        split: Mapping[str, Any] | None,
-        convolutions: bool,
-    ) -> None:
+    def __init__(self, split: Mapping[str, Any] | None, convolutions: bool) -> None:
         self.choice = MuonChoice()
         self._given, self._convolutions = dict(split or {}), convolutions
+        self._unused = list(self._given)
         self._owners: dict[int, _Owner] = {}
         self._embeddings: set[int] = set()
         self._vocabularies: set[int] = set()
         self._heads: set[int] = set()
-        if model is not None:
-            self.look_at(model)
 
     def look_at(self, model: nn.Module) -> None:
         """Learns from the modules of a model what its parameters are."""
@@ -134,9 +128,9 @@ class Chooser:
         )
         if is_head:
             return HEAD
-        if EMBEDDINGS.search(name.removesuffix(".weight")) and not isinstance(
-            owner.module, nn.Linear
-        ):
+        is_embedding = bool(EMBEDDINGS.search(name.removesuffix(".weight")))
+        is_embedding |= not in_layer and module in EMBEDDINGS_OUTSIDE_LAYERS
+        if is_embedding and not isinstance(owner.module, nn.Linear):
             return EMBEDDING
         if isinstance(owner.module, _ConvNd) or param.dim() > 3:
             return HIDDEN + " of convolutions" if self._convolutions else CONVOLUTION
@@ -147,9 +141,12 @@ class Chooser:
     def split_of(self, name: str, param: Tensor) -> Split:
         """Returns the parts of a packed matrix; None: it is one."""
         path = name.removesuffix(".weight")
-        for end, split in self._given.items():
-            if f".{path}".endswith(f".{end}") or f".{name}".endswith(f".{end}"):
-                return split if split is None or isinstance(split, int) else tuple(split)
+        names = f".{path}", f".{name}"
+        ends = [end for end in self._given if any(one.endswith(f".{end}") for one in names)]
+        self._unused = [end for end in self._unused if end not in ends]
+        if ends:
+            split = self._given[ends[0]]
+            return split if split is None or isinstance(split, int) else tuple(split)
         owner, word = self._owners.get(id(param), _Owner()), path.rpartition(".")[2]
         _, rows, cols = matrix_shape(param.shape)
         if param.dim() == 3 and word in PACKED_HALVES:  # experts of transformers
@@ -182,7 +179,50 @@ class Chooser:
             return getattr(module, "is_transposed", None) is True
         return type(module).__name__ == "Conv1D"
 
-    def groups(self, params: Iterable[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+    def check_split(self) -> None:
+        """Refuses parts that were given for names which no matrix of Muon has.
+
+        Raises:
+            ValueError: such a name.
+        """
+        if self._unused:
+            raise ValueError(
+                f"split has {self._unused[0]!r}, and no name of a matrix that Muon steps ends so: "
+                "give the end of a name in named_parameters(), without '.weight' or with it; in a "
+                'group with use_muon=True, give the parts as its "split"'
+            )
+
+    def groups_of(self, params: Any) -> list[dict[str, Any]]:
+        """Returns groups that all say whether Muon steps them.
+
+        Args:
+            params: a model; pairs of names and parameters; parameters of two or three dimensions;
+                or groups, which without ``use_muon`` hold any of these but a model; their
+                ``"model"`` is that of named parameters.
+        """
+        if isinstance(params, nn.Module):
+            self.look_at(params)
+            return self._sorted(list(params.named_parameters()), {})
+        if isinstance(params, Tensor):
+            raise TypeError("params is a tensor, wanted a model, named parameters, or groups")
+        given, groups = list(params), []
+        if not given:
+            raise ValueError("optimizer got an empty parameter list")
+        if not isinstance(given[0], dict):
+            given = [{"params": given}]
+        for group in given:
+            members = group.get("params")
+            members = [members] if isinstance(members, Tensor) else list(members or ())
+            others = {name: group[name] for name in group if name not in ("params", "model")}
+            if "use_muon" in group:
+                groups.append({**others, "params": members})
+            else:
+                if "model" in group:
+                    self.look_at(group["model"])
+                groups += self._sorted(members, others)
+        return groups
+
+    def _sorted(self, params: Iterable[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups of parameters with these options: of matrices one for each way in
         which they are split and stored, and one of all others."""
         pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
@@ -224,40 +264,6 @@ def _head_rows(attention: nn.Module | None) -> tuple[int, ...]:
     if not all(isinstance(one, int) for one in (heads, keys, dim)):
         return ()
     return heads * dim, keys * dim, keys * dim
-
-
-def groups_of(
-    params: Any, split: Mapping[str, Any] | None, convolutions: bool
-) -> tuple[list[dict[str, Any]], MuonChoice | None]:
-    """Returns groups that all say whether Muon steps them, and what the default rule chose, if it
-    was asked.
-
-    Args:
-        params: a model; pairs of names and parameters; parameters of two or three dimensions; or
-            groups, which without ``use_muon`` hold any of these but a model; their ``"model"``
-            is that of named parameters.
-    """
-    if isinstance(params, nn.Module):
-        chooser = Chooser(params, split, convolutions)
-        return chooser.groups(list(params.named_parameters()), {}), chooser.choice
-    if isinstance(params, Tensor):
-        raise TypeError("params is a tensor, wanted a model, named parameters, or groups")
-    given, groups, chooser = list(params), [], Chooser(None, split, convolutions)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")
-    if not isinstance(given[0], dict):
-        given = [{"params": given}]
-    for group in given:
-        members = group.get("params")
-        members = [members] if isinstance(members, Tensor) else list(members or ())
-        options = {name: value for name, value in group.items() if name not in ("params", "model")}
-        if "use_muon" in group:
-            groups.append({**options, "params": members})
-        else:
-            if "model" in group:
-                chooser.look_at(group["model"])
-            groups += chooser.groups(members, options)
-    return groups, chooser.choice if chooser.choice.names else None
 
 
 def check_matrices(params: Any, split: Split) -> None:

@@ -25,7 +25,8 @@ from ...param_states.states import STEP, Layout, Slot
 from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
-from .choice import FLAT, MuonChoice, check_matrices, groups_of
+from .choice import FLAT, Chooser, MuonChoice, check_matrices
+from .cost import StepClock
 from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
@@ -62,11 +63,15 @@ class MatrixOptimizer(Optimizer):
         self._workspace = parse_bytes(whole["workspace"], "workspace")
         self._process_group = whole["process_group"]
         self._memories: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()
+        self._clock = StepClock()
         self._adamw = ADAMW | dict(whole["adamw"] or {})
         if odd := self._adamw.keys() - {*ADAMW, "lr", "weight_decay"}:
             raise ValueError(f"adamw has {sorted(odd)[0]!r}, which is no option of AdamW's groups")
         self._split, self._convolutions = dict(split or {}), bool(whole["convolutions"])
-        groups, self.choice = groups_of(whole["params"], self._split, self._convolutions)
+        chooser = Chooser(self._split, self._convolutions)
+        groups = chooser.groups_of(whole["params"])
+        chooser.check_split()
+        self.choice = chooser.choice if chooser.choice.names else None
         self._begins = True
         Optimizer.__init__(self, groups, defaults, **own)
         self._begins = False
@@ -76,12 +81,17 @@ class MatrixOptimizer(Optimizer):
             _printed.add(report)
             print(report, file=sys.stderr)
 
+    @property
+    def whole_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor that are options of no group."""
+        return {name: getattr(self, f"_{name}") for name in (*OF_THE_WHOLE[1:], "split")}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as other optimizers do. One without ``use_muon`` becomes several, by the
         rule that chooses hidden matrices, which needs names."""
         groups = [param_group]
         if not self._begins and isinstance(param_group, dict):
-            groups, _ = groups_of([param_group], self._split, self._convolutions)
+            groups = Chooser(self._split, self._convolutions).groups_of([param_group])
         for group in groups:
             if isinstance(group.get("split"), Sequence):
                 group["split"] = tuple(group["split"])
@@ -106,6 +116,7 @@ class MatrixOptimizer(Optimizer):
                     group.setdefault(name, value)
         super().__setstate__(state)
         self.__dict__.setdefault("_memories", WeakValueDictionary())
+        self.__dict__.setdefault("_clock", StepClock())
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_workspace", "_adamw", "_split", "_convolutions", "choice")
@@ -139,16 +150,17 @@ class MatrixOptimizer(Optimizer):
 
     # ---- one step -------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # batches depend on a bound in bytes: a compiled loop breaks here
+    def _step(self, max_grad_norm: float | None) -> None:
+        with self._clock.step(self):
+            super()._step(max_grad_norm)
+
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {} if group["use_muon"] else super()._options(group)
 
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if not group["use_muon"]:
             return super()._prepared(group, bucket, states, options)
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"a step of {type(self).__name__} cannot be compiled: compile the model alone"
-            )
         for param in bucket.owners:
             if param.dim() < 2:  # FSDP1 replaces the data of parameters
                 raise RuntimeError(FLAT.format(f"a parameter has shape {list(param.shape)} now"))
@@ -208,6 +220,7 @@ class Muon(MatrixOptimizer, AdamW):
             so that one serves both.
         ns_coefficients: of the polynomials a x + b x^3 + c x^5: a name (``"jordan"``, torch's;
             ``"you_jiacheng"``; ``"polar_express"``), three numbers, or three for each iteration.
+            The last are repeated where ``ns_steps`` is more.
         adamw: options of groups that AdamW steps: ``lr``, ``weight_decay``, ``betas``, ``eps``;
             ``{"lr": 3e-4}``. What is not given is the ``lr`` and ``weight_decay`` of this optimizer
             and the default of :class:`AdamW`.
@@ -216,8 +229,8 @@ class Muon(MatrixOptimizer, AdamW):
             rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known names are
             split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``qkv_proj``, ``Wqkv``,
             ``c_attn`` and ``in_proj_weight`` in queries, keys and values, and the gates of
-            recurrent layers. In a group, ``split`` is that of all its matrices, and ``transposed``
-            says that their rows are inputs, as known for ``Conv1D`` of transformers.
+            recurrent layers and cells. In a group, ``split`` is that of all its matrices, and
+            ``transposed`` says that their rows are inputs, as known for ``Conv1D`` of transformers.
         convolutions: whether convolutions are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
             where one side is several times the other.
@@ -244,8 +257,8 @@ class Muon(MatrixOptimizer, AdamW):
     loads, and torch's loads this one.
 
     Raises:
-        ValueError: parameters without names are not all matrices, a split does not fit, or an
-            option is out of range.
+        ValueError: parameters without names are not all matrices, a split does not fit or has a
+            name that no matrix has, or an option is out of range.
 
     Example::
 

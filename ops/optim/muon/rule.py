@@ -23,7 +23,8 @@ SAFETY = 1.05  # by which Polar Express scales its argument, for the rounding of
 
 # By name: polynomials a x + b x^3 + c x^5 of the iterations. Keller Jordan's is that of
 # kellerjordan.github.io/posts/muon, and You Jiacheng's are those of github.com/KellerJordan/Muon;
-# Polar Express is arXiv:2505.16932.
+# Polar Express is arXiv:2505.16932. Its last one takes 1 to 1 and has no safety factor, so that
+# singular values stay at 1 where it is repeated.
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "jordan": (JORDAN,),
     "you_jiacheng": (
@@ -33,15 +34,20 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    "polar_express": tuple(
-        (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
-        for a, b, c in (
-            (8.2872, -23.5959, 17.3004),
-            (4.1071, -2.9478, 0.5448),
-            (3.9487, -2.9089, 0.5518),
-            (3.3184, -2.4885, 0.5100),
-            (2.3007, -1.6689, 0.4188),
-        )
+    "polar_express": (
+        *(
+            (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
+            for a, b, c in (
+                (8.287212018, -23.595886519, 17.300387313),
+                (4.107059112, -2.947849917, 0.544843108),
+                (3.948690853, -2.908902116, 0.551819139),
+                (3.318419657, -2.488488024, 0.510048940),
+                (2.300652020, -1.668903985, 0.418807312),
+                (1.891301408, -1.267995827, 0.376804089),
+                (1.875001481, -1.250001645, 0.375000165),
+            )
+        ),
+        (1.875, -1.25, 0.375),
     ),
 }
 

@@ -83,10 +83,10 @@ def prepared_sharded(
 ) -> Call:
     """Returns the call that steps matrices of one sharding, after it has reserved memory. All ranks
     run it together."""
-    if rule.normuon is not None:
+    if rule.normuon is not None and sharding.dim is None:
         raise RuntimeError(
-            "normuon normalizes the rows of whole matrices, and these are sharded over ranks: "
-            "leave it out, or use DDP with process_group"
+            "normuon normalizes whole rows, and these matrices are sharded by other than rows: "
+            "leave it out, or use fully_shard(), or DDP with process_group"
         )
     matrices, put_back = matrices_of(
         bucket, columns, rule, [owner.shape for owner in bucket.owners]
@@ -161,7 +161,9 @@ class _Exchange:
         """Takes the rows that this rank has of each parameter."""
         self._memory = memory
         memory.reserve(self.end)
-        self._matrices = [one for each in matrices for one in each]
+        given = [one for each in matrices for one in each]
+        self._row_vars = [one.row_var for one in given]  # which the op takes of whole matrices
+        self._matrices = [one._replace(row_var=None) for one in given]
         places, self._places = [], []
         for k, each in enumerate(matrices):
             for one in each:
@@ -222,8 +224,29 @@ class _Exchange:
             for piece, rows in self._pieces(received):
                 piece.copy_(rows)
         self._exchange(flat, received, self._there, self._here)
+        if self._rule.normuon is not None:
+            self._scale_rows(views, self._rule.normuon, options.get("found_inf"))
         if views:
             updates.run(self._matrices, views)
+
+    def _scale_rows(self, views: list[Tensor], beta2: float, found_inf: Tensor | None) -> None:
+        """Scales rows as ``hr_muon_update`` does. Their mean squares are of this rank, and norms of
+        matrices, which stay as they are, of all."""
+        places = [k * len(self._parts) + p for k, p in self._places]
+        sums = torch.zeros(2, self._count * len(self._parts), device=self._memory.device)
+        factors = []
+        for place, view, row_var in zip(places, views, self._row_vars):
+            assert row_var is not None
+            squares = torch.linalg.vector_norm(view, dim=1, dtype=torch.float32).square_()
+            new = row_var.lerp(squares / view.shape[1], 1 - beta2)
+            row_var.copy_(new if found_inf is None else new.where(found_inf == 0, row_var))
+            factors.append(1 / (row_var.sqrt() + 1e-10))
+            after = squares * factors[-1].square()
+            sums[:, place] = torch.stack((squares.sum(), after.sum()))
+        dist.all_reduce(sums, group=self._group)
+        before, after = sums.sqrt_()
+        for place, view, factor in zip(places, views, factors):
+            view.mul_((factor * before[place] / (after[place] + 1e-10))[:, None])
 
     def _exchange(self, out: Tensor, given: Tensor, here: list[int], there: list[int]) -> None:
         size = out.element_size()  # collectives of the CPU do not have all dtypes

@@ -18,6 +18,23 @@ def check(optimizer: Any) -> None:
         raise ValueError(optimizer.refuses_offload)
 
 
+def is_stepped_there(optimizer: Any, what: str | None) -> bool:
+    """Returns whether the host steps what it holds, and does not only hold the state.
+
+    Raises:
+        ValueError: neither can be.
+    """
+    if what not in ("state", "step"):
+        raise ValueError(f'offload must be "state", "step" or None, got {what!r}')
+    check(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Where host and device are one, the step is there already.
+    found = what == "step" and any(param.device.type != "cpu" for param in params)
+    if found and optimizer.refuses_host_step is not None:
+        raise ValueError(optimizer.refuses_host_step)
+    return found
+
+
 def begin(
     optimizer: Any,
     what: str | None,
@@ -26,24 +43,17 @@ def begin(
     bucket_bytes: int | None = None,
 ) -> None:
     """Begins to keep the state of an optimizer on the host; see :func:`headroom.optim.offload`."""
-    if what not in ("state", "step"):
-        raise ValueError(f'offload must be "state", "step" or None, got {what!r}')
-    check(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Where host and device are one, the step is there already.
-    on_host = what == "step" and any(param.device.type != "cpu" for param in params)
+    is_hosted = is_stepped_there(optimizer, what)
     if what == "step" and budget is not None:
         raise ValueError(
             'offload="step" takes no budget: no state stays on the device, for the host steps it'
         )
-    if on_host and optimizer.refuses_host_step is not None:
-        raise ValueError(optimizer.refuses_host_step)
     if host is not None and not isinstance(host, HostArena):
         raise TypeError(f"host is {type(host).__name__}, wanted a headroom.HostArena")
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     size = None if budget is None else parse_bytes(budget, "budget")
-    kind = Hosting if on_host else Paging
+    kind = Hosting if is_hosted else Paging
     paging = kind(default_arena() if host is None else host, size, bucket_bytes)
     paging.adopt(optimizer)
     optimizer.paging = paging

@@ -259,22 +259,31 @@ class Hosting(Paging):
             for owner, home in zip(bucket.owners, homes)
         ]
         slots = self._slots_of(optimizer, device, grads, can_cut)
-        key = bucket.owners[0], homes[0]
-        dtypes = [grad.dtype for grad in grads]
-        made_of = slots, homes, dtypes, [*map(place_in_memory, bucket.owners)]
-        if key not in self._turns or self._turns[key][0] != made_of:
-            is_cut = [
-                can and grad.numel() * grad.element_size() > slots.slot_bytes
-                for can, grad in zip(can_cut, grads)
-            ]
-            of = dict(zip(bucket.owners, homes))
-            parts = parts_of(bucket, of, slots, block_size_of(group), is_cut)
-            self._turns[key] = made_of, parts
-        parts = self._turns[key][1]
+        is_cut = [
+            can and grad.numel() * grad.element_size() > slots.slot_bytes
+            for can, grad in zip(can_cut, grads)
+        ]
+        parts = self._parts(bucket, homes, slots, is_cut, block_size_of(group))
         engine = self.engine_of(device)
         turn = Turn(optimizer, bucket, engine, device, slots, homes, firsts, parts)
         staged = [(part.bucket(bucket), part) for part in parts]
         return turn, [(one, states_of(one, part.states)) for one, part in staged]
+
+    def _parts(
+        self,
+        bucket: Bucket,
+        homes: list[HostedHome],
+        slots: Slots,
+        is_cut: list[bool],
+        block_size: int,
+    ) -> list[HostPart]:
+        """Returns the parts of a bucket: those of the step before, if nothing has moved."""
+        key, dtypes = (bucket.owners[0], homes[0]), [grad.dtype for grad in bucket.grads]
+        made_of = slots, homes, dtypes, [*map(place_in_memory, bucket.owners)]
+        if key not in self._turns or self._turns[key][0] != made_of:
+            of = dict(zip(bucket.owners, homes))
+            self._turns[key] = made_of, parts_of(bucket, of, slots, block_size, is_cut)
+        return self._turns[key][1]
 
     def _check_sizes(self, optimizer: Any, bucket: Bucket) -> None:
         for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):

@@ -184,24 +184,34 @@ def parts_of(
     block_size: int,
     is_cut: Sequence[bool],
 ) -> list[HostPart]:
-    """Returns the parameters of a bucket in parts whose gradients fit in a slot. Parameters that
-    are larger are cut."""
+    """Returns the parameters of a bucket in parts whose gradients fit in a slot."""
     parts: list[HostPart] = []
-    part: HostPart | None = None
-    for at, owner in enumerate(bucket.owners):
-        home, grad = homes[owner], bucket.grads[at]
+    for held in divided(bucket.grads, slots.slot_bytes, is_cut):
+        parts.append(HostPart(slots, slots.next_slot()))
+        for at, elements in held:
+            parts[-1].add(homes[bucket.owners[at]], bucket, at, block_size, elements)
+    return parts
+
+
+def divided(
+    grads: Sequence[Tensor], slot_bytes: int, is_cut: Sequence[bool]
+) -> list[list[tuple[int, slice | None]]]:
+    """Returns for each part the positions of its gradients, and which elements of each; None: all.
+    Gradients that are larger than a slot are cut."""
+    found: list[list[tuple[int, slice | None]]] = []
+    filled = slot_bytes + 1  # no part
+    for at, grad in enumerate(grads):
         size = grad.numel() * grad.element_size()
         if is_cut[at]:
-            for elements in cuts(grad, slots.slot_bytes):
-                parts.append(HostPart(slots, slots.next_slot()))
-                parts[-1].add(home, bucket, at, block_size, elements)
-            part = None
+            found += [[(at, elements)] for elements in cuts(grad, slot_bytes)]
+            filled = slot_bytes + 1
             continue
-        if part is None or part.filled + size > slots.slot_bytes:
-            part = HostPart(slots, slots.next_slot())
-            parts.append(part)
-        part.add(home, bucket, at, block_size, None)
-    return parts
+        if filled + size > slot_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append((at, None))
+        filled = aligned(filled + size)
+    return found
 
 
 def cuts(grad: Tensor, slot_bytes: int) -> Iterable[slice]:

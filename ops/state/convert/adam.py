@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.weight_modes import RESIDUALS
 from ...functional.dynamic_map import dynamic_map
 from ...optim.adam8bit import Adam8bit
+from ...optim.muon.matrices import keeps_blocks
 from ...param_states.block_scales import absmax_of, zero_absmaxs
 from .codes import Codes, check_map, codes_of, floats_of
-from .neutral import MOMENTS, RULES, SQUARES, Context, Library, State, cast, step64
+from .neutral import BESIDE, MOMENTS, RULES, SQUARES, Context, Library, State, cast, step64
 
 TORCH_OPTIONS = {
     "amsgrad": False,
@@ -30,6 +30,12 @@ OUR_OPTIONS = (
     "master",
     "rounding",
     "seed",
+    "use_muon",
+    "split",
+    "transposed",
+    "variant",
+    "ns_dtype",
+    "normuon",
 )
 
 
@@ -57,7 +63,7 @@ def _read(entry: dict[str, Any], context: Context) -> State:
     step = entry.get("step", context.group.get("step"))
     if step is None and context.rule != "adam":
         step = float(bool(moments))
-    return State(step, moments, {name: entry[name] for name in RESIDUALS if name in entry})
+    return State(step, moments, {name: entry[name] for name in BESIDE if name in entry})
 
 
 def _write_torch(state: State, context: Context) -> dict[str, Any]:
@@ -95,21 +101,29 @@ def _write_torchao_8bit(state: State, context: Context) -> dict[str, Any]:
 
 def _write_headroom(state: State, context: Context) -> dict[str, Any]:
     moments = {name: floats_of(moment) for name, moment in state.moments.items()}
-    return {"step": step64(state), **moments, **state.residual}
+    return {"step": step64(state), **moments, **state.beside}
 
 
 def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
     # With amsgrad, which has no 8-bit form, the moments stay in float32.
     large = [context.is_8bit(moment) for moment in state.moments.values()]
+    if context.rule == "muon":  # whose parts that do not begin at a block have none
+        large += [_keeps_blocks(moment, context) for moment in state.moments.values()]
     if "max_exp_avg_sq" in state.moments or not all(large):
         return _write_headroom(state, context)
     entry: dict[str, Any] = {"step": step64(state)}
     for name, moment in state.moments.items():
-        codes = codes_of(moment, context.block_size, name not in SQUARES, any_order=True)
+        in_rows = context.rule == "muon" and len(moment.shape) < 4
+        codes = codes_of(moment, context.block_size, name not in SQUARES, any_order=not in_rows)
         entry[name] = codes.codes
         shape = zero_absmaxs(codes.codes, context.block_size).shape
         entry[absmax_of(name)] = codes.absmax.view(shape)
-    return entry | state.residual
+    return entry | state.beside
+
+
+def _keeps_blocks(moment: Tensor | Codes, context: Context) -> bool:
+    like = torch.empty(moment.shape, device="meta")
+    return keeps_blocks(like, context.group.get("split"), context.block_size)
 
 
 LIBRARIES = {
@@ -118,7 +132,12 @@ LIBRARIES = {
         _read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *Adam8bit.own_options), (*RULES,)
     ),
     "torch": Library(
-        _read, _write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), ("adam", "sgd"), casts=True
+        _read,
+        _write_torch,
+        TORCH_OPTIONS,
+        ("decoupled_weight_decay",),
+        ("adam", "sgd", "muon"),
+        casts=True,
     ),
     "torchao-8bit": Library(_read, _write_torchao_8bit, {"amsgrad": False}, casts=True),
     "apex": Library(_read, _write_apex, {"bias_correction": True}, ("step",), casts=True),

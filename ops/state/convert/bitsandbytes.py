@@ -111,11 +111,11 @@ def options_to(group: dict[str, Any], rule: str, report: Report) -> dict[str, An
 
 
 LIBRARIES = {
-    "bitsandbytes": Library(_read_bitsandbytes, _write_bitsandbytes, BNB_OPTIONS, rules=(*RULES,)),
+    "bitsandbytes": Library(_read_bitsandbytes, _write_bitsandbytes, BNB_OPTIONS, rules=(*NAMES,)),
     "bitsandbytes-8bit": Library(
-        _read_bitsandbytes, _write_bitsandbytes_8bit, BNB_OPTIONS, rules=(*RULES,)
+        _read_bitsandbytes, _write_bitsandbytes_8bit, BNB_OPTIONS, rules=(*NAMES,)
     ),
     "bitsandbytes-8bit-flat": Library(
-        _read_bitsandbytes, _write_bitsandbytes_flat, BNB_OPTIONS, rules=(*RULES,)
+        _read_bitsandbytes, _write_bitsandbytes_flat, BNB_OPTIONS, rules=(*NAMES,)
     ),
 }

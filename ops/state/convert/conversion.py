@@ -13,7 +13,7 @@ from ...functional.adamw8bit import BLOCK_SIZES
 from . import checks
 from .bitsandbytes import rule_of as rule_of_bitsandbytes
 from .codes import Codes, shown
-from .libraries import KEYS, LIBRARIES, decouples, detect, rule_of, target_group
+from .libraries import KEYS, LIBRARIES, decouples, detect, rule_of, rule_of_group, target_group
 from .neutral import RULES, Context, Library, State
 from .report import Report, losses
 
@@ -41,16 +41,17 @@ def convert_state(
 
     Args:
         source: an optimizer, or the result of its ``state_dict()``. Not changed.
-        to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW, SGD and Lion of
-            :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``: Adam, AdamW and SGD.
+        to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW, SGD, Lion and Muon
+            of :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``: Adam, AdamW, SGD and Muon.
             ``"bitsandbytes"``: Adam, AdamW, SGD and Lion of 32 bits; ``"bitsandbytes-8bit"``, and
             ``"bitsandbytes-8bit-flat"`` for releases before 2026. ``"torchao-8bit"``: Adam and
             AdamW. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of Adafactor
             need no conversion: Headroom's loads torch's, and with ``semantics="hf"`` those of
             transformers.
         from_: the library of ``source``, if its keys do not tell.
-        rule: ``"adam"``, ``"sgd"`` or ``"lion"``: what ``source`` is the state of, if it is a state
-            dict of bitsandbytes' SGD or Lion, which have the same keys. Else it is found.
+        rule: ``"adam"``, ``"sgd"``, ``"lion"`` or ``"muon"``: what ``source`` is the state of, if
+            it is a state dict of bitsandbytes' SGD or Lion, which have the same keys. Else it is
+            found.
         param_dtype: the dtype of the parameters, if ``source`` is a state dict, which does not say.
             Many loaders cast states to it; the report then includes that loss.
         block_size: elements per scale of 8-bit moments. None: that of the source if the target has
@@ -105,6 +106,12 @@ def convert_state(
                 f"{name} has no {rule}: states of it convert between "
                 + ", ".join(key for key, library in LIBRARIES.items() if rule in library.rules)
             )
+    rules = {rule_of_group(group, rule) for group in source["param_groups"]}
+    if to == "torch" and rules == {"muon", "adam"}:
+        raise ValueError(
+            "torch.optim.Muon has no AdamW: convert two state dicts, one with the groups of "
+            "matrices and their states and one with the others, which have use_muon=False"
+        )
     if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {shown(block_size)}")
     if type(min_8bit_size) is not int or min_8bit_size < 0:
@@ -116,8 +123,9 @@ def convert_state(
     entries, groups = {}, []
     with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
+            own = rule_of_group(group, rule)
             states = {
-                key: _state(key, source["state"][key], reader, Context(group, rule))
+                key: _state(key, source["state"][key], reader, Context(group, own))
                 for key in group["params"]
                 if _has_parts(source["state"].get(key))
             }
@@ -125,12 +133,12 @@ def convert_state(
                 states = {key: state.copied() for key, state in states.items()}
             with checks.described(f"the options of group {index}", group):
                 checks.check_options(group)
-                new = target_group(group, to, states, report, decoupled, rule)
+                new = target_group(group, to, states, report, decoupled, own)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
-                context = Context(new, rule, dtype_of[key], size, min_8bit_size, target.casts)
+                context = Context(new, own, dtype_of[key], size, min_8bit_size, target.casts)
                 with checks.described(f"the state of parameter {key}", source["state"][key]):
                     entries[key] = target.write(state, context)
                     report.losses += losses(key, state, target.read(entries[key], context))

@@ -7,22 +7,30 @@ from typing import Any
 
 import torch
 
-from ..._core.weight_modes import RESIDUALS
+from ...optim.muon.rule import JORDAN, iterations
 from ...param_states.block_scales import ABSMAXS
 from . import adam, bitsandbytes
 from .bitsandbytes import BNB_WRAPPER
-from .neutral import MOMENTS, RULES, Library, State, number_of
+from .neutral import BESIDE, MOMENTS, RULES, Library, State, number_of
 from .report import Loss, Report
 
 LIBRARIES: dict[str, Library] = adam.LIBRARIES | bitsandbytes.LIBRARIES
 # The parts of states that readers know, and the options that only some libraries have.
 KEYS = {
-    *("step", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *RESIDUALS),
+    *("step", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *BESIDE),
     *(f"{name}{i}" for name in ("state", "absmax", "qmap") for i in (1, 2)),
 }
 PRIVATE = {key for library in LIBRARIES.values() for key in (*library.options, *library.more)}
 # The options of torch's SGD, and of Lion, that change no step by their usual values.
 ONE_MOMENT = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+# Those of torch's Muon, some of which Keller Jordan's, with the same states, does not name.
+MUON = {
+    "nesterov": True,
+    "ns_coefficients": JORDAN,
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
 # Options that change later steps, and what they are where an optimizer has none of that name.
 USUAL = {
     "maximize": False,
@@ -33,6 +41,11 @@ USUAL = {
     "min_8bit_size": 4096,
     "code_rounding": "nearest",
     "nonfinite": "propagate",
+    "split": None,
+    "transposed": False,
+    "variant": "standard",
+    "ns_dtype": "bfloat16",
+    "normuon": None,
 }
 
 
@@ -43,10 +56,13 @@ def rule_of(state_dict: dict[str, Any]) -> str:
         ValueError: bitsandbytes' SGD and Lion have the same keys.
     """
     keys = {key for entry in state_dict["state"].values() for key in entry}
-    options = {key for group in state_dict["param_groups"] for key in group}
+    groups = state_dict["param_groups"]
+    options = {key for group in groups for key in group}
     for entry in state_dict["state"].values():
         if isinstance(inner := entry.get(BNB_WRAPPER), Mapping):
             keys |= inner.keys()
+    if any(group.get("use_muon", "ns_steps" in group) is True for group in groups):
+        return "muon"
     if "state1" in keys and "state2" not in keys:
         raise ValueError(
             "a state dict of bitsandbytes with one moment does not say whose it is: convert the "
@@ -57,6 +73,11 @@ def rule_of(state_dict: dict[str, Any]) -> str:
     if keys:
         return "lion" if "exp_avg" in keys and "exp_avg_sq" not in keys else "adam"
     return "lion" if "betas" in options and "eps" not in options else "adam"
+
+
+def rule_of_group(group: Mapping[str, Any], rule: str) -> str:
+    """Returns the rule of a group, which is Adam's where Muon steps no matrices."""
+    return "adam" if rule == "muon" and group.get("use_muon") is False else rule
 
 
 def detect(state_dict: dict[str, Any], rule: str) -> str:
@@ -84,7 +105,8 @@ def detect(state_dict: dict[str, Any], rule: str) -> str:
         )
     if entries and "step" not in keys and "step" in options:
         return "apex"
-    return "headroom" if rule == "lion" else "torch"  # which has no Lion
+    # torch has no Lion, and no AdamW in its Muon.
+    return "headroom" if rule == "lion" or "use_muon" in options else "torch"
 
 
 def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -111,6 +133,8 @@ def target_group(
     if is_adam and decoupled is not None:
         source.setdefault("decoupled_weight_decay", decoupled)
     options = target.options if is_adam else {} if to_bnb else ONE_MOMENT
+    if rule == "muon":
+        options = MUON if to == "torch" else MUON | ONE_MOMENT
     own = (*options, *target.more)
     new = {**options, **{k: v for k, v in source.items() if k not in PRIVATE or k in own}}
     new["lr"] = number_of(source["lr"])
@@ -118,6 +142,12 @@ def target_group(
         if name not in own and source.get(name) not in (None, usual, str(usual)):
             report.losses.append(Loss(None, name, "dropped"))
             notes.append(f"{to} has no {name}, and the source was run with {source[name]!r}")
+    if rule == "muon" and to == "torch":
+        first, *others = iterations(new["ns_coefficients"], min(new["ns_steps"], 99))
+        new["ns_coefficients"] = first
+        if set(others) - {first}:
+            report.losses.append(Loss(None, "ns_coefficients", "dropped"))
+            notes.append("torch.optim.Muon has the same coefficients in all iterations")
     if not is_adam:
         return bitsandbytes.options_to(new, rule, report) if to_bnb else new
     if "decoupled_weight_decay" in own and "decoupled_weight_decay" not in source:

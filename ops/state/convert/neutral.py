@@ -9,12 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._core.weight_modes import RESIDUALS
 from .codes import Codes
 
 # The moments that a parameter has, by the rule of its optimizer.
-RULES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
+RULES = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),  # of matrices; its other parameters have Adam's
+}
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
+# What Headroom keeps beside the moments: bits of 16-bit weights, and means of NorMuon's rows.
+BESIDE = (*RESIDUALS, "row_var")
 
 
 @dataclass
@@ -23,13 +31,13 @@ class State:
 
     step: float
     moments: dict[str, Tensor | Codes]  # some of MOMENTS; none of SGD without momentum
-    residual: dict[str, Tensor] = field(default_factory=dict)  # of 16-bit weights
+    beside: dict[str, Tensor] = field(default_factory=dict)  # some of BESIDE
     others: list[str] = field(default_factory=list)  # parts that no other library has
 
     def copied(self) -> State:
         moments = {name: moment.clone() for name, moment in self.moments.items()}
-        residual = {name: tensor.clone() for name, tensor in self.residual.items()}
-        return replace(self, moments=moments, residual=residual)
+        beside = {name: tensor.clone() for name, tensor in self.beside.items()}
+        return replace(self, moments=moments, beside=beside)
 
 
 @dataclass

@@ -67,8 +67,8 @@ def losses(key: Any, before: State, after: State) -> Iterable[Loss]:
     yield _loss(key, "step", step64(before), step64(after))
     for name, moment in before.moments.items():
         yield _loss(key, name, moment, after.moments.get(name))
-    for name, residual in before.residual.items():
-        yield _loss(key, name, residual, after.residual.get(name))
+    for name, tensor in before.beside.items():
+        yield _loss(key, name, tensor, after.beside.get(name))
     yield from (Loss(key, name, "dropped") for name in before.others)
 
 

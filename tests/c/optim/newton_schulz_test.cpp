@@ -232,10 +232,28 @@ TEST(NewtonSchulzWorkspace, BadInputsAreRefused)
     EXPECT_EQ(bytes[0], 1280u + 2 * 768u); // of bf16, each rounded up to 256
 }
 
+// Whose symmetric products are computed up to the diagonal, in blocks of 128 rows, or in 16 bits of
+// 256, the last of them smaller; and more small matrices than a thread takes at a time.
+std::vector<SchulzCase> cases_of_the_cpu()
+{
+    return {{3, 130, 200, HR_F32, HR_NEWTON_SCHULZ_GRAM, 3, true, 1},
+            {1, 270, 290, HR_BF16, HR_NEWTON_SCHULZ_STANDARD, 2, true, 1},
+            {1, 141, 141, HR_F32, HR_NEWTON_SCHULZ_STANDARD, 5, true, 1},
+            {1000, 16, 20, HR_F32, HR_NEWTON_SCHULZ_STANDARD, 2, true, 1},
+            {1000, 16, 20, HR_F32, HR_NEWTON_SCHULZ_GRAM, 3, true, 1}};
+}
+
+TEST(NewtonSchulzOnTheCpu, FollowsTheIterationByBlocksAndShares)
+{
+    for (const SchulzCase &c : cases_of_the_cpu())
+        expect_iteration(cpu_backend(), c);
+}
+
 TEST(NewtonSchulzOnTheCpu, SameBitsOnEveryInstructionSet)
 {
     std::vector<SchulzCase> all = schulz_cases();
-    all.push_back({3, 130, 200, HR_F32, HR_NEWTON_SCHULZ_GRAM, 3, true, 1});
+    for (const SchulzCase &c : cases_of_the_cpu())
+        all.push_back(c);
     expect_bits_on_the_cpu<SchulzRun>(all);
 }
 

@@ -13,10 +13,10 @@ from headroom.fitting.costs import measure
 from headroom.fitting.search import candidates, changes
 from headroom.fitting.search.techniques import techniques_of
 from headroom.nn import Transformer, TransformerConfig
-from headroom.optim.replacing import obstacle, replacement
 from headroom.planning.api import plan_of
 from headroom.release.handle import BUCKET_BYTES, bucket_of
 from headroom.step.micro_batches import bytes_of
+from headroom.step.optimizers import obstacle, replacement
 from headroom.step.pass_seconds import PassSeconds
 from torch import nn
 

@@ -93,13 +93,13 @@ CHOICES = {
     "release": (llama, NF4 | LEVELS | {"release": True, "fused_loss": True}),
     "bf16": (llama, NF4 | LEVELS | {"weights": "bf16"}),
     "8 bits": (llama, NF4 | LEVELS | {"optimizer": "8bit", "micro_batches": 2}),
-    "host": (llama, NF4 | {"levels": ["L1@host", "L1"], "offload": True}),
+    "host": (llama, NF4 | {"levels": ["L1@host", "L1"], "offload": "state"}),
     "adapters": (with_adapters, NF4 | {"levels": ["L1", "L1"], "micro_batches": 2}),
     "ours": (with_our_adapters, NF4 | LEVELS | {"micro_batches": 2}),
     "ours, 8 bits": (with_our_adapters, {"frozen": "int8", "optimizer": "8bit"}),
     "ours, release": (with_our_adapters, NF4 | {"levels": ["L5", "L1"], "release": True}),
     "ours, given": (with_our_adapters, LEVELS | {"frozen": "given", "optimizer": "8bit"}),
-    "ours, host": (with_our_adapters, NF4 | {"levels": ["L1@host", "L1"], "offload": True}),
+    "ours, host": (with_our_adapters, NF4 | {"levels": ["L1@host", "L1"], "offload": "state"}),
 }
 
 

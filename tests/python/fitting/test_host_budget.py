@@ -9,12 +9,14 @@ import pytest
 import torch
 from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.costs import measure
+from headroom.fitting.costs.block_costs import BlockCosts, LevelCost, Measured
+from headroom.fitting.costs.on_host import hosted_seconds, streamed
 from headroom.fitting.ranks import RankError
-from headroom.fitting.search import candidates
+from headroom.fitting.search import candidates, techniques
 from headroom.fitting.search.techniques import techniques_of
 from headroom.host import HostMemoryError, arena, default_arena, trim
 from headroom.host.engine import Inline
-from headroom.host.schedule import Link
+from headroom.host.schedule import Link, streamed_step
 from headroom.nn import Transformer, TransformerConfig
 from headroom.param_states.paging import paged
 
@@ -61,7 +63,9 @@ def fit(trained, budget, host_budget, **options):
 
 
 def is_on_host(choice):
-    return choice.offload or any(level.endswith("@host") for level in choice.levels)
+    return bool(choice.offload or choice.weights_host) or any(
+        level.endswith("@host") for level in choice.levels
+    )
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -146,12 +150,16 @@ def steps(fitted, batch, count=3):
 
 
 CHOICES = {
-    "state": {"offload": True},
-    "some of it": {"offload": True, "state_budget": 700_000},
-    "released": {"offload": True, "release": True},
+    "state": {"offload": "state"},
+    "some of it": {"offload": "state", "state_budget": 700_000},
+    "released": {"offload": "state", "release": True},
+    "weights": {"weights_host": 3, "levels": ["L5", "L2", "L5", "L0"]},
+    "weights and state": {
+        "weights_host": 4, "offload": "state", "release": True, "levels": ["L1@host", *["L5"] * 3]
+    },
     "blocks": {"levels": ["L2@host", "L0@host", "L5@host", "L2"]},
     "both, in parts": {
-        "offload": True, "micro_batches": 2, "levels": ["L1@host", "L1@host", "L3", "L0"]
+        "offload": "state", "micro_batches": 2, "levels": ["L1@host", "L1@host", "L3", "L0"]
     },
 }  # fmt: skip
 
@@ -162,7 +170,8 @@ def test_bits_are_those_of_the_same_training_without(empty_arena, name):
     batch, (model, other) = batch_of(), (model_of(), model_of())
     fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, choice=choice)
     assert is_on_host(fitted.choice) and fitted.predicted_host > 100_000
-    bare = {key: value for key, value in choice.items() if key not in ("offload", "state_budget")}
+    on_host = ("offload", "state_budget", "weights_host")
+    bare = {key: value for key, value in choice.items() if key not in on_host}
     if "levels" in bare:
         bare["levels"] = [level[:2] for level in bare["levels"]]
     plain = headroom.fit(other, batch, budget="1 GiB", loss=cross_entropy, choice=bare)
@@ -206,7 +215,7 @@ def test_fit_applies_what_it_finds(empty_arena, trained):
 
 def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
     model, batch = model_of(2), batch_of()
-    choice = Choice(optimizer="headroom", offload=True)
+    choice = Choice(optimizer="headroom", offload="state")
     fitted = headroom.fit(
         model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, dry_run=True
     )
@@ -215,7 +224,7 @@ def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, host_budget=1024
         )
-    with pytest.raises(ValueError, match="has offload=True, wanted one of False"):
+    with pytest.raises(ValueError, match="has offload='state', wanted one of ''"):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice.but(optimizer="given")
         )
@@ -231,7 +240,7 @@ def test_no_room_on_the_host_leaves_the_model_as_it_was(empty_arena, monkeypatch
     with pytest.raises(HostMemoryError):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, optimizer=optimizer,
-            choice={"offload": True, "levels": ["L3", "L3"]},
+            choice={"offload": "state", "levels": ["L3", "L3"]},
         )  # fmt: skip
     assert optimizer.paging is None and all(map(torch.equal, before, model.parameters()))
     assert {block.save for block in model.blocks} == {"L0"}
@@ -250,7 +259,7 @@ def test_the_optimizers_whose_state_can_leave():
     assert offloads(torch.optim.SGD(params)) == set()
     assert offloads(headroom.optim.AdamW(params, offload="state")) == set()  # it has
     assert offloads(torch.optim.AdamW(params), allow=("adafactor",)) == {"headroom"}
-    assert offloads(torch.optim.AdamW(params), only={"offload": (False,)}) == set()
+    assert offloads(torch.optim.AdamW(params), only={"offload": ("",)}) == set()
 
 
 def the_least_host_budget_counts(rank):
@@ -317,15 +326,88 @@ def test_the_price_of_a_paged_step(monkeypatch):
     monkeypatch.setattr(candidates, "optimizer_seconds", lambda *args, **options: 1e-3)
     step = step_of(model, batch, cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
     made = candidates.Candidates(techniques_of(step, on_host=True), None)
-    whole = Choice(optimizer="headroom", offload=True)
+    whole = Choice(optimizer="headroom", offload="state")
     host = made.paged(whole).host
-    assert made._seconds_of_step(Choice(optimizer="headroom")) == 1e-3
-    found = made._seconds_of_step(whole)
+    assert made._seconds_of_step(Choice(optimizer="headroom"), Measured()) == 1e-3
+    found = made._seconds_of_step(whole, Measured())
     assert host / 1e6 < found < 1.5 * host / 1e6  # the pieces go up one after another
     budgets = sorted(c.state_budget for c in made.techniques.choices if c.offload)
-    part = made._seconds_of_step(whole.but(state_budget=budgets[-1]))
+    part = made._seconds_of_step(whole.but(state_budget=budgets[-1]), Measured())
     assert 1e-3 < part < 0.9 * found and budgets[0] == 0
     assert all(made.paged(whole.but(state_budget=budget)).host > 0 for budget in budgets)
+
+
+@pytest.fixture
+def slow_link(monkeypatch):
+    """Stands for a device whose copies run beside what it computes, at 1 GB/s."""
+    link = Link(1e9, 1e9, 0.0)
+    for module in (techniques, candidates, measure, paged):
+        monkeypatch.setattr(module, "engine_of", lambda device: Asynchronous())
+    for module in (candidates, measure, paged):
+        monkeypatch.setattr(module, "measured_link", lambda device: link)
+    return link
+
+
+def test_what_the_host_can_do_for_a_device(slow_link):
+    step = step_of(model_of(8), batch_of(), cross_entropy)
+    step = step.but(optimizer=headroom.optim.AdamW8bit(step.model.parameters()))
+    found = techniques_of(step, on_host=True).choices
+    assert {choice.offload for choice in found} == {"", "state", "step"}
+    assert {choice.weights_host for choice in found} == {0, 2, 4, 6, 8}
+    assert not any(choice.weights_host and choice.state_budget for choice in found)
+    assert not any(is_on_host(choice) for choice in techniques_of(step).choices)
+
+
+def block_of(weights, gradients, forward=2.0, backward=3.0):
+    cost = LevelCost(10, 70, 60, 50, 0, forward, backward)
+    return BlockCosts("block", 0, {"L5": cost}, gradients, gradients, weights)
+
+
+def test_the_bytes_and_seconds_of_weights_on_the_host():
+    blocks = Measured([block_of(100, 40) for _ in range(4)])
+    link = Link(50.0, 50.0, 0.0)  # a block's weights take as long as its forward pass
+    found = streamed(blocks, 3, link)
+    assert found.device == 2 * 100 - 3 * 100  # two slots
+    assert (found.gradients, found.host) == (3 * 40, 3 * 140)
+    # The first fetch is waited for, and so is the one that the last block leaves no time for.
+    assert found.seconds == streamed_step([100] * 3 + [0], [40] * 3 + [0], [2.0] * 4, [3.0] * 4,
+                                          link).exposed >= 2.0  # fmt: skip
+    first, *_, last = found.measured.blocks
+    assert first.levels["L5"].backward == 60 and first.gradients == 0
+    assert last == blocks.blocks[-1]
+    inline = streamed(blocks, 3, link._replace(is_asynchronous=False))
+    assert inline.device == 100 - 300
+    # The backward pass finds the weights of the last of them where they are.
+    assert inline.seconds == pytest.approx((300 + 200 + 120) / 50)
+    assert streamed(blocks, 0, link)[1:] == (0, 0, 0, 0)
+
+
+def test_a_step_on_the_host_hides_behind_the_backward_pass_only_if_it_is_released():
+    blocks, link = [block_of(100, 100) for _ in range(4)], Link(100.0, 100.0, 0.0)
+    waits = hosted_seconds(blocks, 450, 4.5, link, False)
+    assert waits == pytest.approx(1 + 4 + 1 + 0.5)  # down, four steps one by one, and up
+    hides = hosted_seconds(blocks, 450, 4.5, link, True)
+    assert hides == pytest.approx(1 + 1 + 1 + 0.5)  # of the first block, and of the embedding
+    assert hosted_seconds([], 0, 0.0, link, True) == 0
+
+
+def test_where_copies_run_beside_weights_and_steps_leave(slow_link, monkeypatch):
+    """By estimates, which a plan confirms before a choice is made."""
+    seconds = {"cpu": 1e-4}
+    monkeypatch.setattr(candidates, "optimizer_seconds", lambda o, device, **_: seconds["cpu"])
+    model, batch = model_of(8), batch_of()
+    ladder = headroom.ladder(model, batch, loss=cross_entropy, host_budget="1 GiB")
+    bare = headroom.ladder(model, batch, loss=cross_entropy)
+    leanest = ladder.points[0]
+    assert leanest.choice.weights_host == 8 and leanest.choice.offload
+    assert leanest.peak < 0.7 * bare.points[0].peak
+    weights = sum(p.nbytes for block in model.blocks for p in block.parameters())
+    assert leanest.host > 2 * weights
+    # Within a host budget that has room for two blocks, no more of them leave.
+    search = ladder._search.with_techniques(ladder._search.candidates.techniques, None)
+    search.candidates.host_room = leanest.host // 2
+    assert all(point.host <= leanest.host // 2 for point in search.frontier())
+    assert any("weights of" in point.title for point in ladder.points)
 
 
 # ---- while it trains ----------------------------------------------------------------------------
@@ -333,7 +415,7 @@ def test_the_price_of_a_paged_step(monkeypatch):
 
 def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
     model, batch = model_of(2), batch_of()
-    choice = Choice(("L5", "L5"), optimizer="headroom", offload=True, state_budget=700_000)
+    choice = Choice(("L5", "L5"), optimizer="headroom", offload="state", state_budget=700_000)
     options = {"budget": "1 GiB", "loss": cross_entropy, "choice": choice}
     fitted = headroom.fit(model, batch, host_budget="1 GiB", **options)
     steps(fitted, batch)

@@ -129,8 +129,8 @@ def test_the_report_for_json():
         "format": "headroom.fitted/1", "model": "Linear", "budget_bytes": 100 * MIB,
         "choice": {
             "levels": ["L1", "L5"], "micro_batches": 2, "optimizer": "headroom",
-            "weights": "given", "release": False, "fused_loss": False, "offload": False,
-            "state_budget": 0, "frozen": "given",
+            "weights": "given", "release": False, "fused_loss": False, "offload": "",
+            "state_budget": 0, "frozen": "given", "weights_host": 0,
         },
         "host_budget_bytes": None,
         "blocks": ["a", "b"], "applied": False,

@@ -44,6 +44,11 @@ def test_a_choice_goes_through_json(choice):
     assert Choice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
 
 
+def test_choices_of_earlier_versions_say_whether_the_state_is_on_the_host():
+    for before, now in ((True, "state"), (False, "")):
+        assert Choice.from_json({"offload": before, "state_budget": 7}).offload == now
+
+
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -53,6 +58,7 @@ def test_a_choice_goes_through_json(choice):
         ({"micro_batches": True}, "micro_batches=True, wanted one of type int"),
         ({"micro_batches": 2.0}, "micro_batches=2.0"),
         ({"release": 1}, "release=1, wanted one of type bool"),
+        ({"offload": "weights"}, r"offload='weights', wanted one of \('', 'state', 'step'\)"),
         (["L0"], "choice is list, wanted a Choice"),
     ],
 )

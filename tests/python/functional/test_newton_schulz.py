@@ -37,6 +37,25 @@ def test_float32_follows_the_iteration(variant, steps, device):
     assert (x.double() - wanted).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("variant", ["standard", "gram"])
+def test_symmetric_products_in_blocks(variant, device):
+    """Of more rows than one block has, on the CPU, the last of them smaller."""
+    x = matrices(2, 300, 310, device=device)
+    wanted = orthogonalized(x, EXPRESS[:3])
+    newton_schulz_(x, squares_of(x), coefficients=EXPRESS[:3], variant=variant)
+    assert (x.double() - wanted).abs().max() < 2e-5
+
+
+def test_small_matrices_are_shared_among_threads():
+    """More than one thread takes at a time: each is what it is in a batch with fewer others."""
+    x = matrices(300, 64, 72)
+    apart = [part.clone() for part in x.split(50)]
+    newton_schulz_(x, squares_of(x), coefficients=JORDAN)
+    for part in apart:
+        newton_schulz_(part, squares_of(part), coefficients=JORDAN)
+    assert (x - torch.cat(apart)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_as_close_as_torchs(dtype, device):
     x = matrices(1, 48, 96, dtype, device)

@@ -24,7 +24,13 @@ def trained(kind: type, **options) -> torch.optim.Optimizer:
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     if options.get("master"):
         params = [torch.nn.Parameter(param.detach().bfloat16()) for param in params]
-    optimizer = kind(params, **options)
+    given: list = params
+    if getattr(kind, "takes_model", False):
+        given = [
+            {"params": [param for param in params if (param.dim() == 2) is use], "use_muon": use}
+            for use in (True, False)
+        ]
+    optimizer = kind(given, **options)
     for _ in range(2):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -44,6 +50,8 @@ def sources() -> dict:
             "adafactor": (torch.optim.Adafactor, {}),
             "sgd": (torch.optim.SGD, {"momentum": 0.9}),
             "lion": (optim.Lion8bit, {"block_size": 64, "min_8bit_size": 16}),
+            "muon": (optim.Muon, {"normuon": 0.9}),
+            "muon-8bit": (optim.Muon8bit, {"block_size": 64, "min_8bit_size": 16}),
         }
         for name, (kind, options) in kinds.items():
             _made[name] = trained(kind, **options).state_dict()

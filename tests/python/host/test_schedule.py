@@ -150,6 +150,22 @@ def test_bounds_of_a_paged_step(seed):
     assert paged_step_seconds([], step, link) == step
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_within_a_backward_pass_hides_behind_it(seed):
+    rng = random.Random(seed)
+    sizes = [rng.randrange(1, 200) for _ in range(rng.randrange(4, 40))]
+    before = [Fraction(rng.randrange(99)) for _ in sizes]
+    link = Link(Fraction(rng.randrange(1, 9)), Fraction(rng.randrange(1, 9)), Fraction(1))
+    step = Fraction(rng.randrange(1, 500))
+    made, alone = paged_step(sizes, step, link, before=before), paged_step(sizes, step, link)
+    assert alone.makespan <= made.makespan <= alone.makespan + sum(before)
+    assert 0 <= made.exposed <= alone.exposed
+    # Where each piece has the time of its copies, only the first copy up is waited for.
+    long = [2 * (1 + max(sizes) / min(link[:2]))] * len(sizes)
+    assert paged_step(sizes, step, link, before=long).exposed == 0
+    assert paged_step(sizes, step, link, before=[0, *long[1:]]).exposed == 1 + sizes[0] / link.up
+
+
 # ---- blocks whose kept tensors leave ------------------------------------------------------------
 
 

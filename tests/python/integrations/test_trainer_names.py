@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.bits import assert_same_bits
+from helpers.modes import entries
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,6 +111,25 @@ def test_muon_gets_the_trainers_groups_with_names(name, tmp_path):
             assert group["betas"] == (0.9, 0.95)
     made.train()
     assert made.state.global_step == 4
+
+
+def test_a_run_with_muon_resumes(tmp_path):
+    """From a checkpoint of the Trainer, whose groups hold matrices in parts and in 8 bits."""
+    options = {"optim": "headroom_muon_8bit", "save_strategy": "steps", "save_steps": 2, "seed": 0}
+    options |= {"optim_args": "master=remainder16, min_8bit_size=256, block_size=64"}
+    whole, resumed = (trainer(tmp_path, **options) for _ in range(2))
+    for made in (whole, resumed):
+        made.model.to(torch.bfloat16)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_bits(*(made.model.parameters() for made in (whole, resumed)))
+    one, other = (made.optimizer.optimizer for made in (whole, resumed))
+    matrices = [group for group in one.param_groups if group["use_muon"]]
+    codes = [one.state[p]["momentum_buffer"] for group in matrices for p in group["params"]]
+    assert {tensor.dtype for tensor in codes} >= {torch.uint8}
+    for left, right in zip(entries(one), entries(other), strict=True):
+        assert left.keys() == right.keys()
+        assert_same_bits(left.values(), right.values())
 
 
 @pytest.mark.skipif("headroom_muon" not in NAMES, reason="there is no Muon")

@@ -45,10 +45,9 @@ def test_a_step_by_addresses_has_the_bits_of_one_on_lists(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_compiled_step_has_the_bits_of_the_eager_one(name, fresh_dynamo):
-    if name.startswith("muon"):
-        pytest.skip("Muon's step is not compiled, and says so")
     eager, compiled = pair(name)
-    step = compile_step(compiled[1], "aot_eager")
+    is_muon = name.startswith("muon")  # which runs between graphs
+    step = compile_step(compiled[1], "aot_eager", fullgraph=not is_muon)
     for number in range(3):
         for model, optimizer in (eager, compiled):
             optimizer.zero_grad()
@@ -56,7 +55,7 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, fresh_dynamo):
         eager[1].step()
         step()
     assert_same_run(eager, compiled)
-    assert graphs() == 1
+    assert is_muon or graphs() == 1
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1000])

@@ -712,14 +712,6 @@ def test_on_the_cpu_the_step_is_there_already():
     assert type(on_meta.paging) is Hosting and not on_meta.offload_handle.leaner()
 
 
-def test_a_plan_of_it_is_refused():
-    model = nn.Linear(4, 4)
-    optimizer = AdamW(model.parameters())
-    hosted_step(optimizer)
-    with pytest.raises(ValueError, match="stepped on the host, and a plan knows"):
-        headroom.plan(model, optimizer, torch.randn(2, 4), loss=torch.Tensor.sum)
-
-
 def test_a_scaler_that_skips_and_a_release_that_ends():
     """What was made in second places is forgotten."""
     model = modes.build(torch.bfloat16)

@@ -4,6 +4,7 @@ they step and how packed ones are split, states, and refusals."""
 import copy
 import functools
 import itertools
+import types
 import warnings
 
 import headroom
@@ -11,6 +12,7 @@ import pytest
 import torch
 from headroom.functional.newton_schulz import newton_schulz_workspace
 from headroom.optim import AdamW, Muon, Muon8bit
+from headroom.optim.muon import cost
 from headroom.optim.muon import muon as muon_module
 from headroom.optim.muon.cost import newton_schulz_share
 from headroom.optim.muon.matrices import parts_of
@@ -291,9 +293,50 @@ def test_packed_matrices_are_stepped_as_their_parts(cls):
             torch.testing.assert_close(own, means, rtol=0.05 if cls is Muon else 0.3, atol=0)
 
 
-def test_projections_of_an_lstm_are_no_gates():
-    optimizer = Muon(nn.LSTM(16, 32, proj_size=8))
-    assert optimizer.choice.splits == {"weight_ih_l0": 4, "weight_hh_l0": 4}
+@pytest.mark.parametrize(
+    "layer, gates",
+    [(nn.LSTM(16, 32, proj_size=8), 4), (nn.LSTMCell(16, 32), 4), (nn.GRUCell(16, 32), 3)],
+    ids=["LSTM", "LSTMCell", "GRUCell"],
+)
+def test_gates_are_split_and_projections_are_none(layer, gates):
+    splits = Muon(layer).choice.splits
+    names = {
+        name for name, _ in layer.named_parameters() if name.startswith(("weight_ih", "weight_hh"))
+    }
+    assert len(names) == 2 and splits == dict.fromkeys(names, gates)
+
+
+def test_an_embedding_called_shared():
+    """That of encoders and decoders, by its name; a layer of experts may be called so, too."""
+    named = {
+        name: nn.Parameter(torch.randn(40, 16)) for name in ("shared.weight", "model.shared.weight")
+    }
+    named |= {"layers.0.shared.weight": nn.Parameter(torch.randn(16, 16))}
+    assert names_of(Muon(named.items()), False) == {"shared.weight", "model.shared.weight"}
+    assert names_of(Muon(nn.ModuleDict({"shared": nn.Linear(16, 40)})), True) == {"shared.weight"}
+
+
+def test_more_steps_of_polar_express_stay_at_one():
+    """Each of the paper's polynomials, and the last one again, for singular values from 0.001."""
+    values = torch.logspace(-3, 0, 200, dtype=torch.float64)
+    errors = []
+    for steps in range(1, 13):
+        x = values
+        for a, b, c in iterations("polar_express", steps):
+            x = a * x + b * x**3 + c * x**5
+        errors.append((x - 1).abs().max().item())
+    assert errors[:8] == sorted(errors[:8], reverse=True)
+    assert errors[4] < 0.28 and max(errors[7:]) < 1e-6
+
+
+@pytest.mark.parametrize("split", [{"qvk": 3}, {"wte": 2}, {"attn.qkv": 2, "kv": 2}], ids=str)
+def test_a_split_of_no_matrix_is_refused(split):
+    """Also of a matrix that AdamW steps."""
+    with pytest.raises(ValueError, match=f"split has '{[*split][-1]}', and no name of a matrix"):
+        Muon(Gpt(), split=split)
+    optimizer = Muon(Gpt(), split={"attn.qkv": None, "qkv.weight": 2})
+    assert not any("qkv" in name for name in optimizer.choice.splits)
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.randn(8, 8)))]})
 
 
 class Conv1D(nn.Module):
@@ -345,7 +388,7 @@ def test_experts_are_split(layout, split, transposed):
 
 def test_groups_may_have_their_model():
     """Whose modules say what names do not."""
-    model = nn.ModuleDict({"shared": nn.Embedding(50, 32), "inner": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"symbols": nn.Embedding(50, 32), "inner": nn.Linear(32, 32)})
     named = list(model.named_parameters())
     optimizer = Muon([{"params": named, "model": model, "weight_decay": 0.0}])
     assert names_of(optimizer, True) == {"inner.weight"}
@@ -412,12 +455,15 @@ def test_a_matrix_that_was_flattened_later_is_refused():
         optimizer.step()
 
 
-def test_a_compiled_step_is_refused(fresh_dynamo):
+def test_no_step_is_part_of_a_graph(fresh_dynamo):
+    """A compiled loop breaks there; test_every_mode.py has its bits."""
     owners = matrices(shapes=[(8, 8)])
     optimizer = Muon(owners)
     set_grads(0, owners)
-    with pytest.raises(Exception, match="a step of Muon cannot be compiled"):
+    before = owners[0].detach().clone()
+    with pytest.raises(Exception, match="`MatrixOptimizer._step`"):
         compile_step(optimizer, "eager")()
+    assert torch.equal(owners[0], before)
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -545,8 +591,120 @@ def test_a_plan_warns_where_newton_schulz_takes_longer():
         planned(1024)
 
 
+def loop(optimizer, owners, clock, step, rest, count=8):
+    """Steps that take so many seconds, and as many as ``rest`` between them."""
+    gather = muon_module.batched
+
+    def slow(*args, **options):
+        call = gather(*args, **options)
+        return lambda: (clock.tick(step), call())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon_module, "batched", slow)
+        for number in range(count):
+            set_grads(number, owners)
+            clock.tick(rest)
+            optimizer.step()
+
+
+class Clock:
+    def __init__(self):
+        self.time = 1.0
+
+    def tick(self, seconds):
+        self.time += seconds
+
+    def perf_counter(self):
+        return self.time
+
+
+@BOTH
+def test_a_loop_warns_once_where_its_steps_take_longer(cls, monkeypatch):
+    """By the clock: an optimizer does not know the tokens. 64 x 64: 30 m^3 for 6 m^2 a token."""
+    clock = Clock()
+    monkeypatch.setattr(cost, "time", clock)
+    owners = matrices(shapes=[(64, 64)])
+    optimizer = cls(owners)
+    with pytest.warns(UserWarning) as caught:
+        loop(optimizer, owners, clock, step=0.375, rest=0.25)
+    words = f"A step of {cls.__name__} takes 375 ms, and everything else between two steps 250 ms"
+    assert len(caught) == 1 and str(caught[0].message).startswith(words)
+    assert "of its matrices for 320 tokens. Accumulate" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for times in ((0.375, 0.5), (0.005, 0.001)):  # a faster step, and one that is short
+            loop(cls(owners), owners, clock, *times)
+        loop(cls(owners), owners, clock, 0.375, 0.25, count=3)  # the first steps are not measured
+        refused = cls(owners)
+        for _ in range(8):  # steps that raise
+            owners[0].grad = torch.ones(64, 64).to_sparse()
+            with pytest.raises(RuntimeError):
+                refused.step()
+
+
+def test_a_copy_of_an_optimizer_measures_for_itself(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(cost, "time", clock)
+    owners = matrices(shapes=[(64, 64)])
+    optimizer = Muon(owners)
+    with pytest.warns(UserWarning, match="takes 375 ms"):
+        loop(optimizer, owners, clock, 0.375, 0.25)
+    again = copy.deepcopy(optimizer)
+    with pytest.warns(UserWarning, match="takes 500 ms"):
+        loop(again, again.param_groups[0]["params"], clock, 0.5, 0.25)
+
+
+class Event:
+    """An event of CUDA that has passed when it is asked for the third time."""
+
+    made: list = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.asked = 0
+        Event.made.append(self)
+
+    def record(self, stream):
+        self.time = len(Event.made) * 100.0
+
+    def query(self):
+        self.asked += 1
+        return self.asked > 2
+
+    def elapsed_time(self, other):
+        assert other.asked > 2
+        return other.time - self.time
+
+
+def test_events_are_not_waited_for(monkeypatch):
+    """On a GPU: until they have passed the loop goes on, and no step is timed in a capture."""
+    Event.made, capturing = [], [False]
+    for name, value in (
+        ("Event", Event), ("current_stream", lambda device: None),
+        ("is_current_stream_capturing", lambda: capturing[0]),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    device = types.SimpleNamespace(is_cuda=True, device="cuda:0", requires_grad=True, shape=(8, 8))
+    optimizer = types.SimpleNamespace(param_groups=[{"params": [device], "ns_steps": 5}])
+    timer, steps = cost.StepClock(), 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while timer._is_running:
+            with timer.step(optimizer):
+                steps += 1
+    assert 4 < steps < 40 and not caught  # as long between steps as in them
+    timer, capturing[0] = cost.StepClock(), True
+    count = len(Event.made)
+    with timer.step(optimizer):
+        pass
+    assert len(Event.made) == count and not timer._is_running
+
+
 def test_frozen_matrices_cost_nothing():
     model = Mlp()
     model.inner.weight.requires_grad_(False)
     optimizer, alone = Muon(model), Muon([model.outer.weight])
     assert newton_schulz_share(optimizer, 64) == newton_schulz_share(alone, 64) > 0
+    theirs = torch.optim.Muon([model.outer.weight, model.inner.weight])
+    assert newton_schulz_share(theirs, 64) == newton_schulz_share(alone, 64)
+    assert newton_schulz_share(torch.optim.AdamW(model.parameters()), 64) == 0

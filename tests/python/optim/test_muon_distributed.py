@@ -36,9 +36,13 @@ def make():
     return model
 
 
-def grads(step):
+def grads(step, first=1):
+    """So many times as large in the first rows, of which the last rank has none."""
     random = torch.Generator().manual_seed(step)
-    return [torch.randn(param.shape, generator=random) for param in make().parameters()]
+    given = [torch.randn(param.shape, generator=random) for param in make().parameters()]
+    for grad in given:
+        grad[: len(grad) // 4] *= first
+    return given
 
 
 def optimizer_of(cls, model, **options):
@@ -46,9 +50,9 @@ def optimizer_of(cls, model, **options):
     return cls(model, lr=0.05, split={"qkv": (20, 11, 11)}, workspace=50_000, **options)
 
 
-def train(optimizer, model, steps=3, spread=lambda grad, param: grad):
+def train(optimizer, model, steps=3, spread=lambda grad, param: grad, first=1):
     for step in range(steps):
-        for param, grad in zip(model.parameters(), grads(step)):
+        for param, grad in zip(model.parameters(), grads(step, first)):
             param.grad = spread(grad, param)
         optimizer.step(max_grad_norm=10.0)
 
@@ -114,13 +118,44 @@ def test_matrices_that_are_sharded_otherwise(ranks):
     ranks(by_columns)
 
 
+def normuon(rank):
+    """Means of rows are of the rank that has them, norms of all ranks; of parts, too."""
+    single, model = make(), make()
+    fully_shard(model, mesh=mesh())
+    first, second = (optimizer_of(Muon, each, normuon=0.6) for each in (single, model))
+    train(first, single, first=10)
+    spread = lambda grad, p: distribute_tensor(grad, p.device_mesh, p.placements)  # noqa: E731
+    train(second, model, spread=spread, first=10)
+    plain = make()
+    train(optimizer_of(Muon, plain), plain, first=10)
+    assert not torch.allclose(plain["tall"].weight, single["tall"].weight, **CLOSE)
+    assert_close(whole(model.parameters()), single.parameters())
+    for param, other in zip(model.parameters(), single.parameters()):
+        if "row_var" in second.state[param]:
+            own, want = second.state[param]["row_var"], first.state[other]["row_var"]
+            torch.testing.assert_close(own.full_tensor(), want, rtol=0.05, atol=0)
+    matrices = second.param_groups[0]["params"]
+    before = [second.state[param]["row_var"].to_local().clone() for param in matrices]
+    for param in model.parameters():
+        param.grad = spread(torch.full(param.shape, float("inf")), param)
+    second.step(max_grad_norm=1.0)  # nothing changes
+    for param, want in zip(matrices, before):
+        assert torch.equal(second.state[param]["row_var"].to_local(), want)
+    assert_close(whole(model.parameters()), single.parameters())
+
+
+def test_normuon_of_sharded_rows(ranks):
+    ranks(normuon)
+
+
 def refusals(rank):
     param = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh(), [Shard(0)]))
     param.grad = distribute_tensor(torch.randn(8, 16), param.device_mesh, [Shard(0)])
     before = param.to_local().clone()
-    with pytest.raises(RuntimeError, match="normuon normalizes the rows of whole matrices"):
-        Muon([param], normuon=0.9).step()
-    assert torch.equal(param.to_local(), before)
+    by_columns = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh(), [Shard(1)]))
+    by_columns.grad = distribute_tensor(torch.randn(8, 16), by_columns.device_mesh, [Shard(1)])
+    with pytest.raises(RuntimeError, match="normuon normalizes whole rows, and these matrices are"):
+        Muon([by_columns], normuon=0.9).step()
     uneven = nn.Parameter(distribute_tensor(torch.randn(7, 16), mesh(), [Shard(0)]))
     uneven.grad = distribute_tensor(torch.randn(7, 16), uneven.device_mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="7 of shape .* does not divide by 2 ranks"):
@@ -144,3 +179,4 @@ def four_ranks():
 def test_four_ranks(four_ranks):
     four_ranks(fsdp, Muon8bit)
     four_ranks(ddp, Muon)
+    four_ranks(normuon)

@@ -3,8 +3,6 @@ may do gives other bits, or sees a source that is written while it is copied."""
 
 import copy
 import gc
-import inspect
-import textwrap
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from helpers import modes
 from helpers.bits import same_bits
 from helpers.copies import POLICIES, adversary, copying_with
 from helpers.modes import EVERY
+from helpers.rewritten import rewritten
 
 MODE = EVERY["adamw8bit-remainder16"]
 
@@ -27,16 +26,6 @@ def small_cuts(monkeypatch):
 
 
 # ---- what is removed ----------------------------------------------------------------------------
-
-
-def rewritten(monkeypatch, function, old, new, owner, name):
-    """Replaces a function by one whose source has ``new`` in the place of ``old``."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, source
-    source = "from __future__ import annotations\n" + source.replace(old, new)
-    scope = {}
-    exec(source, vars(inspect.getmodule(function)), scope)
-    monkeypatch.setattr(owner, name, scope[name])
 
 
 WAITS = {  # the method, what it says, and what it says without the wait
@@ -113,7 +102,7 @@ WAITS = {  # the method, what it says, and what it says without the wait
 
 def remove(monkeypatch, wait):
     owner, name, old, new = WAITS[wait]
-    rewritten(monkeypatch, getattr(owner, name), old, new, owner, name)
+    rewritten(monkeypatch, owner, name, old, new)
 
 
 # ---- what notices -------------------------------------------------------------------------------

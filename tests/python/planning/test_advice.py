@@ -101,6 +101,49 @@ def test_advice_for_sgd_and_lion():
     assert ours["headroom.optim.Lion8bit"].code.endswith("Lion8bit(model.parameters(), lr=0.001)")
 
 
+def test_advice_for_sgd_of_bitsandbytes_has_its_momentum():
+    """Which it keeps among its betas."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    model = nn.Linear(3, 3)
+    given = optim.SGD(model.parameters(), lr=0.5, momentum=0.25)
+    found, planned = advised(step_of(given, model))
+    for name in ("headroom.optim.SGD", "headroom.optim.SGD8bit"):
+        assert found[name].code.endswith("(model.parameters(), lr=0.5, momentum=0.25)")
+        (group,) = planned[name].optimizer([nn.Parameter(torch.ones(2))]).param_groups
+        assert (group["lr"], group["momentum"]) == (0.5, 0.25)
+
+
+def total(model, batch):
+    return model(*batch).sum()
+
+
+def test_advice_for_muon():
+    """Made of the model, whose matrices the rule finds; torch's has some of its matrices alone."""
+    model = nn.ModuleDict({"inner": nn.Linear(9, 9), "lm_head": nn.Linear(9, 5)})
+    own = {"lr": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw", "split": {"inner": 3}}
+    made = headroom.optim.Muon(model, adamw={"lr": 0.25, "betas": (0.9, 0.999)}, **own)
+    partial = functools.partial(headroom.optim.Muon, adamw={"lr": 0.25}, **own)
+    for given in (made, partial):
+        found, planned = advised(step_of(given, model))
+        code = "(model, lr=0.5, adamw={'lr': 0.25}, split={'inner': 3}, ns_steps=3, adjust_lr_fn="
+        for name, start in (("headroom.optim.Muon8bit", code), (REMAINDER, "(model, master=")):
+            assert start in found[name].code
+            new = planned[name].optimizer(model)
+            groups = {group["use_muon"]: group for group in new.param_groups}
+            assert (groups[True]["lr"], groups[False]["lr"], groups[True]["split"]) == (
+                0.5,
+                0.25,
+                3,
+            )
+            assert planned[name].optimizer.takes_model
+        assert "headroom.optim.Muon" not in found and "headroom.optim.Adafactor" not in found
+    assert advised(step_of(headroom.optim.Muon8bit(model), model))[0].keys() >= {REMAINDER}
+    theirs = torch.optim.Muon([model["inner"].weight])
+    batch = torch.ones(6, 9)
+    plan = headroom.plan(model["inner"], theirs, (batch,), device="cpu", forward=total)
+    assert not [one.name for one in plan.advice() if "optim.Muon" in one.name]
+
+
 def test_what_is_advised_climbs_where_the_given_optimizer_does():
     sgd = functools.partial(torch.optim.SGD, momentum=0.25)
     for given, name in ((sgd, "SGD8bit"), (torch.optim.AdamW, "AdamW8bit")):
@@ -232,3 +275,21 @@ def test_the_most_samples_up_to_a_limit():
     for limit in (1, 5, 8):
         assert headroom.max_batch(model, None, x, limit=limit, **options) == limit
     assert headroom.max_batch(model, None, x, limit=0, **options) == 0
+
+
+def test_what_can_be_on_the_host():
+    """On a GPU, with the seconds of the copies; on a CPU there is nothing to gain."""
+    layers = [torch.nn.Linear(256, 256) for _ in range(4)]
+    model = torch.nn.Sequential(*layers).to("meta")
+    optimizer, x = headroom.optim.AdamW(model.parameters()), torch.randn(4, 256)
+    options = {"forward": lambda model, x: model(x).square().mean()}
+    found = {
+        a.name: a for a in headroom.plan(model, optimizer, x, device="cuda", **options).advice()
+    }
+    names = ["optimizer state on the host", "the optimizer's step on the host"]
+    for name in [*names, "weights of blocks on the host"]:
+        assert found[name].plan.host_peak_bytes > 0 and "at 25 GB/s" in found[name].time
+    state = 8 * 4 * (256 * 256 + 256)
+    assert found[names[0]].bytes == pytest.approx(state, rel=0.7)
+    on_cpu = headroom.plan(model, optimizer, x, device="cpu", **options).advice()
+    assert not [advice for advice in on_cpu if "on the host" in advice.name]

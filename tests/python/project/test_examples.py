@@ -404,6 +404,16 @@ def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text
     assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
 
 
+def test_convergence_of_muon_is_that_of_torchs(monkeypatch, text):
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    setting = replace(convergence.SETTINGS["Muon"], lr=SIZES["tiny"].lr)
+    modes = setting.modes.items()
+    losses = {mode: convergence.held_out(setting, rung, 0, 12, text) for mode, rung in modes}
+    control = losses.pop(convergence.ONE_STEP)
+    assert max(losses.values()) - min(losses.values()) < 0.1
+    assert min(abs(control - loss) for loss in losses.values()) > 1e-3
+
+
 @pytest.fixture
 def small_qlora(monkeypatch, tmp_path, text):
     config = headroom.nn.TransformerConfig(256, hidden_size=32, layers=2, heads=2, features=64)
@@ -464,3 +474,10 @@ def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
         )
         assert abs(theirs - ours) < 2e-3 < 0.05 < control - ours
     convergence_adapters.base.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts")
+def test_a_model_larger_than_its_memory_trains_where_its_weights_stream():
+    done = run_example("larger_than_memory.py", "--layers", 8, "--hidden", 384)  # asserts the same
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("out of memory") == 2 and done.stdout.count("stream ") == 2

@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 import sys
+from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -156,6 +159,22 @@ def test_convergence_judges_every_mode_and_goes_on(fails, monkeypatch, tmp_path,
     text = capsys.readouterr().out
     assert "seeds of the first differ by 2.000" in text
     assert ("NOT CLOSE" in text or "NOT VISIBLY WORSE" in text) == (fails is not None)
+
+
+def test_the_page_has_the_means_that_were_measured():
+    """Of every mode of every setting, and no other figures of three decimals."""
+    root = Path(__file__).resolve().parents[3]
+    means = set()
+    for name in ("convergence-cpu", "convergence-adapters-cpu"):
+        results = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+        modes = results["bits_per_byte"]
+        if name == "convergence-cpu":
+            judged = {s: [*setting.modes] for s, setting in convergence.SETTINGS.items()}
+            assert {s: sorted(modes[s]) for s in modes} == {s: sorted(judged[s]) for s in judged}
+        rows = [row for setting in modes.values() for row in setting.values()]
+        means |= {f"{mean(row):.3f}" for row in rows if None not in row}
+    page = (root / "docs" / "convergence.md").read_text()
+    assert {*re.findall(r"(?<!differs by )\b\d\.\d{3}\b", page)} == means
 
 
 @pytest.mark.parametrize("held", [5, 6])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.browser import Browser, find_browser
+
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = ROOT / ".venv-site"  # kept for the next run
 
@@ -38,14 +40,45 @@ def mkdocs():
     return ENVIRONMENT / "bin" / "mkdocs"
 
 
-def test_the_site_builds_without_a_warning(mkdocs, tmp_path):
-    code, said = run(mkdocs, "build", "--strict", "--site-dir", tmp_path / "site")
-    assert code == 0 and "WARNING" not in said, said
-    pages = {path.parent.name for path in (tmp_path / "site").glob("*/index.html")}
+@pytest.fixture(scope="module")
+def built(mkdocs, tmp_path_factory):
+    """The folder of the site, and what mkdocs said."""
+    site = tmp_path_factory.mktemp("site")
+    code, said = run(mkdocs, "build", "--strict", "--site-dir", site)
+    assert code == 0, said
+    return site, said
+
+
+def test_the_site_builds_without_a_warning(built):
+    site, said = built
+    assert "WARNING" not in said, said
+    pages = {path.parent.name for path in site.glob("*/index.html")}
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"} <= pages
-    first = (tmp_path / "site" / "index.html").read_text()
+    first = (site / "index.html").read_text()
     assert 'src="repository/examples/ladder.png"' in first and "fonts.googleapis" not in first
-    assert "Traceback" not in (tmp_path / "site/notebooks/first-minutes/index.html").read_text()
+    assert "Traceback" not in (site / "notebooks/first-minutes/index.html").read_text()
+
+
+# Tables that no box around them scrolls.
+CUT = """[...document.querySelectorAll('.md-content table')].filter(table => {
+    for (let e = table; e; e = e.parentElement)
+        if (['auto', 'scroll'].includes(getComputedStyle(e).overflowX)) return false;
+    return true;
+}).length"""
+
+
+def test_no_page_is_wider_than_a_phone(built):
+    """Wide tables scroll inside a box of their own; every picture is there."""
+    if (path := find_browser()) is None:
+        pytest.skip("needs Chromium")
+    site, _ = built
+    with Browser(path) as browser:
+        for page in ("", "comparison", "offloading", "notebooks/first-minutes"):
+            browser.open(site / page / "index.html", width=390, height=844)
+            assert browser.run("document.documentElement.scrollWidth") <= 390, page
+            assert browser.run(CUT) == 0, page
+            assert browser.run("[...document.images].every(image => image.naturalWidth)"), page
+        assert all(address.startswith(("file:", "data:")) for address in browser.requests)
 
 
 def test_a_link_that_leads_nowhere_is_a_warning(mkdocs, tmp_path):

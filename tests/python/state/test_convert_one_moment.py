@@ -170,7 +170,6 @@ def test_bad_rules(rule):
     [
         (torch.optim.Adamax, {}),
         (torch.optim.RMSprop, {"momentum": 0.9}),
-        (torch.optim.Muon, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -9,22 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    Adam8bit,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Lion8bit,
+    Muon,
+    Muon8bit,
+    Optimizer,
+    SGD8bit,
+)
 from ..param_states.memory import state_memory
 from ..param_states.paging import planned_paging
-from .adafactor import Adafactor
-from .adam import Adam, AdamW
-from .adam8bit import Adam8bit, AdamW8bit
-from .base import Optimizer
-from .momentum import SGD, Lion
-from .momentum8bit import Lion8bit, SGD8bit
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Options of Muon's groups that its constructor takes for all of them, or finds by names.
+_OF_MATRICES = {"use_muon", "transposed", "split", "betas", "amsgrad"}
 # The classes of a rule: those of Headroom by kind, and torch's.
 _RULES: list[tuple[dict[str, Any], Any]] = [
     ({"headroom": AdamW, "8bit": AdamW8bit, "adafactor": Adafactor}, torch.optim.AdamW),
     ({"headroom": Adam, "8bit": Adam8bit, "adafactor": Adafactor}, torch.optim.Adam),
     ({"headroom": SGD, "8bit": SGD8bit}, torch.optim.SGD),
     ({"headroom": Lion, "8bit": Lion8bit}, None),
+    ({"headroom": Muon, "8bit": Muon8bit}, torch.optim.Muon),
 ]
 
 
@@ -115,8 +126,9 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why no other optimizer may take the place of this one, or None."""
     kind = type(optimizer)
     if not counterparts(kind):
-        return f"{kind.__name__} has no counterpart: only Adam, AdamW, SGD and Lion have"
-    if not any(group.get("momentum", 1) for group in optimizer.param_groups):
+        return f"{kind.__name__} has no counterpart: only Adam, AdamW, SGD, Lion and Muon have"
+    is_sgd = counterparts(kind)["headroom"] is SGD
+    if is_sgd and not any(group["momentum"] for group in optimizer.param_groups):
         return f"{kind.__name__} without momentum has no state"
     if optimizer.state:
         return "the optimizer has state already: training has begun"
@@ -151,17 +163,24 @@ def replacement(
         fixed |= {"semantics": "hf", "scale_parameter": False, "relative_step": False}
         accepted = {"lr", "weight_decay", "max_grad_norm"}
     else:
+        if isinstance(given, (Muon, Muon8bit)):
+            fixed |= {**given.whole_arguments, "split": None}  # its groups say their parts
         accepted = inspect.signature(cls).parameters.keys() - fixed.keys()
-    source = given.defaults
+    source, kept = given.defaults, accepted
+    if cls in (Muon, Muon8bit):
+        kept = accepted | _OF_MATRICES
     groups = [
-        {name: value for name, value in group.items() if name in accepted or name not in source}
+        {name: value for name, value in group.items() if name in kept or name not in source}
         for group in given.param_groups
     ]
     for group in groups:
         for name in {"master", "rounding", "seed", "state_dtype", "semantics"} - accepted:
             group.pop(name, None)
     defaults = {name: value for name, value in source.items() if name in accepted}
-    return cls(groups, **defaults, **fixed)
+    made = cls(groups, **defaults, **fixed)
+    if isinstance(given, (Muon, Muon8bit)):  # of groups that are added later
+        made._split = given._split
+    return made
 
 
 def state_bytes(optimizer: Any, without: Iterable[Tensor] = ()) -> int:

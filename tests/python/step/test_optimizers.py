@@ -3,7 +3,7 @@
 import headroom
 import pytest
 import torch
-from headroom.optim.replacing import (
+from headroom.step.optimizers import (
     is_headroom,
     obstacle,
     optimizer_of,
@@ -69,6 +69,41 @@ def test_groups_and_options_of_sgd_and_lion_stay(cls, kind, wanted):
     assert {group["master"] for group in master.param_groups} == {"remainder16"}
 
 
+def test_groups_and_options_of_muon_stay():
+    """The same parameters are matrices, in the same parts, also in groups that are added later."""
+    model = nn.ModuleDict(
+        {"qkv": nn.Linear(4, 12), "out": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    )
+    own = {"ns_steps": 3, "normuon": 0.5, "adjust_lr_fn": "match_rms_adamw", "nesterov": False}
+    given = OPTIM.Muon(
+        model, lr=0.125, adamw={"lr": 0.5, "betas": (0.5, 0.75)}, workspace="1 MiB",
+        max_grad_norm=2.0, split={"out": 2}, **own,
+    )  # fmt: skip
+    new = replacement(given, "8bit", "remainder16")
+    assert type(new) is OPTIM.Muon8bit
+    names = {*own, "lr", "eps", "betas", "use_muon", "split", "transposed", "max_grad_norm"}
+    for group, before in zip(new.param_groups, given.param_groups, strict=True):
+        assert {name: group[name] for name in names} == {name: before[name] for name in names}
+        assert group["params"] == before["params"] and group["master"] == "remainder16"
+    assert [g["split"] for g in new.param_groups if g["use_muon"]] == [3, 2]
+    assert new.whole_arguments == given.whole_arguments
+    new.add_param_group({"params": [("late.out", nn.Parameter(torch.ones(4, 4)))]})
+    assert new.param_groups[-1]["split"] == 2
+
+
+@pytest.mark.parametrize("kind, wanted", [("headroom", OPTIM.Muon), ("8bit", OPTIM.Muon8bit)])
+def test_matrices_of_torchs_muon_stay_its_matrices(kind, wanted):
+    """Names do not move one to AdamW, nor split it."""
+    wte, qkv = (nn.Parameter(torch.ones(12, 4)) for _ in range(2))
+    groups = [{"params": [("wte", wte)], "lr": 0.5}, {"params": [("qkv", qkv)]}]
+    given = torch.optim.Muon(groups, lr=0.125, ns_steps=3, weight_decay=0.25)
+    new = replacement(given, kind)
+    assert type(new) is wanted
+    for group, lr, param in zip(new.param_groups, (0.5, 0.125), (wte, qkv), strict=True):
+        assert group["use_muon"] and group["split"] is None and group["params"] == [param]
+        assert (group["lr"], group["ns_steps"], group["weight_decay"]) == (lr, 3, 0.25)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, OPTIM.AdamW])
 def test_adafactor_in_their_place(cls):
     (param,) = params(1)
@@ -127,12 +162,14 @@ def test_which_have_counterparts():
     for cls in (OPTIM.Adam, OPTIM.AdamW, OPTIM.Adam8bit, OPTIM.AdamW8bit, torch.optim.Adam):
         assert obstacle(cls(params())) is None
     for cls in (torch.optim.RMSprop, torch.optim.NAdam, OPTIM.Adafactor):
-        words = f"{cls.__name__} has no counterpart: only Adam, AdamW, SGD and Lion have"
+        words = f"{cls.__name__} has no counterpart: only Adam, AdamW, SGD, Lion and Muon have"
         assert obstacle(cls(params(), lr=0.1)) == words
     for cls in (torch.optim.SGD, OPTIM.SGD, OPTIM.SGD8bit):
         assert obstacle(cls(params(), lr=0.1)) == f"{cls.__name__} without momentum has no state"
         assert obstacle(cls(params(), lr=0.1, momentum=0.9)) is None
     assert obstacle(OPTIM.Lion(params())) is None
+    for cls in (torch.optim.Muon, OPTIM.Muon, OPTIM.Muon8bit):  # momentum 0 has a state, too
+        assert obstacle(cls(params(), momentum=0.0)) is None
     assert not is_headroom(torch.optim.AdamW(params())) and not is_headroom(None)
 
 

@@ -1,0 +1,23 @@
+"""The table of docs/offloading.md that says which use of the host wins when is what its script
+prints."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks._offload_choice import SETTINGS, WAYS, rate_of_host, row
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "offloading.md"
+FAST = [(SETTINGS[0], way) for way in WAYS[2:]]
+SLOW = [(setting, way) for setting in SETTINGS for way in WAYS if (setting, way) not in FAST]
+
+
+@pytest.mark.parametrize(
+    "setting, way", [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+)
+def test_a_row_is_what_is_planned_and_simulated(setting, way):
+    pytest.importorskip("transformers")
+    assert row(setting, way) in PAGE.read_text().splitlines()
+
+
+def test_the_rate_of_the_host_is_what_the_page_says():
+    assert f"steps {rate_of_host() / 1e9:.1f}\nbillion" in PAGE.read_text()

@@ -1,0 +1,94 @@
+"""Plans of blocks whose weights are on the host: against steps on the CPU, where host and device
+are one, and the arena's bytes are none of torch's."""
+
+import headroom
+import pytest
+import torch
+from headroom.host import HostArena, trim
+from headroom.host.engines import engine_of
+from headroom.nn import Transformer, TransformerConfig
+from headroom.optim import AdamW8bit
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self, layers=4, freeze=False):
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+            for _ in range(layers)
+        )
+        self.last = nn.Linear(256, 10)
+        for p in self.blocks.parameters() if freeze else ():
+            p.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def loss(out):
+    return out.float().square().mean()
+
+
+def ours(**options):
+    config = TransformerConfig(vocab_size=96, hidden_size=128, layers=4, heads=4, features=344)
+    return Transformer(config)
+
+
+def run(model, optimizer, x, forward, micro_batches=1):
+    """Returns the peak of two steps, and the bytes that the second copies."""
+    engine, counts = engine_of(CPU), []
+    with headroom.memory.track(model, optimizer) as tracked:
+        for _ in range(2):
+            before = engine.bytes_up + engine.bytes_down
+            for _ in range(micro_batches):
+                (forward(model, x) / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(engine.bytes_up + engine.bytes_down - before)
+    return tracked.peak_bytes, counts[1]
+
+
+MODELS = {
+    "plain": (Net, lambda: torch.randn(32, 64), lambda model, x: loss(model(x))),
+    "frozen": (
+        lambda: Net(freeze=True), lambda: torch.randn(32, 64), lambda model, x: loss(model(x))
+    ),
+    "ours": (ours, lambda: torch.randint(96, (4, 33)), lambda model, x: loss(model(x))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "where, save", [("host", None), ("host", "L5"), ({0: "host", 2: "host"}, "L5")]
+)
+@pytest.mark.parametrize("offload, micro_batches", [(None, 1), ("state", 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_says_what_a_step_takes(name, offload, micro_batches, where, save):
+    """Before the model is patched, and after."""
+    torch.manual_seed(0)
+    make, batch, forward = MODELS[name]
+    model, x, arena = make(), batch(), HostArena()
+    if save is not None:
+        headroom.patch(model, save=save)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = AdamW8bit(params)
+    options = {"forward": forward, "accumulation": micro_batches}
+    bare = headroom.plan(model, optimizer, x, offload=offload, **options)
+    before = headroom.plan(model, optimizer, x, weights=where, offload=offload, **options)
+    headroom.patch(model, save=save, weights=where, host=arena)
+    if offload is not None:
+        headroom.optim.offload(optimizer, host=arena)
+    after = headroom.plan(model, optimizer, x, **options)
+    peak, copied = run(model, optimizer, x, forward, micro_batches)
+    for plan in (before, after):
+        assert plan.peak_bytes == pytest.approx(peak, rel=0.002)
+        assert plan.host_peak_bytes == arena.peak
+        assert plan.link_bytes == copied
+    assert before.peak_bytes < bare.peak_bytes
+    trim()
