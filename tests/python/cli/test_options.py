@@ -55,7 +55,7 @@ USAGE = {
     "run": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
-    "convert": "--to LIBRARY [--from LIBRARY] [--rule {adam,sgd,lion}] [--key KEY] "
+    "convert": "--to LIBRARY [--from LIBRARY] [--rule {adam,sgd,lion,muon}] [--key KEY] "
     "[--param-dtype {float32,bfloat16,float16}] [--block-size BLOCK_SIZE] "
     "[--min-8bit-size MIN_8BIT_SIZE] [--json] IN OUT",
     "doctor": "[--loader MODULE:FUNCTION] [--json]",
