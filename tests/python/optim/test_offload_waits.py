@@ -84,7 +84,7 @@ WAITS = {  # the method, what it says, and what it says without the wait
         "home.wait()",
         "pass",
     ),
-    "states are stored before they are freed": (paged.Paging, "__del__", "home.wait()", "pass"),
+    "states are stored before they are freed": (paged.Paging, "_end", "home.wait()", "pass"),
     "states are stored before a larger ring replaces theirs": (
         paged.Paging,
         "_ring",
