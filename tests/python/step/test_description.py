@@ -20,7 +20,7 @@ def test_what_is_usual():
     usual = {name: value for name, value in vars(step).items() if name != "model"}
     flags = dict.fromkeys(("scaler", "accumulator", "release", "starts_short", "prefetch"), False)
     assert {name: value for name, value in usual.items() if value is not None} == flags | {
-        "accumulation": 1, "set_to_none": True, "steps": 2, "rule": "samples",
+        "accumulation": 1, "set_to_none": True, "steps": 2, "rule": "samples", "state_budget": 0,
     }  # fmt: skip
     assert step.described() == {"optimizer": "none"} and are_frozen(step)
 
