@@ -145,7 +145,7 @@ def test_the_argument_is_the_option_of_the_optimizer(device):
         (None, "state", TypeError, "wants an optimizer of headroom.optim"),
         (headroom.optim.Adafactor, "state", ValueError, "Adafactor's state is not offloaded"),
         (partial(AdamW8bit, offload="state"), "state", ValueError, "offloaded already"),
-        (AdamW8bit, "all", ValueError, 'offload must be "state" or None'),
+        (AdamW8bit, "all", ValueError, 'offload must be "state", "step" or None'),
     ],
 )
 def test_what_the_argument_refuses(optimizer, offload, error, words):
