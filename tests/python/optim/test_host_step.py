@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import headroom
 import pytest
@@ -18,7 +19,8 @@ from headroom.optim import Adafactor, AdamW, AdamW8bit, Muon, offload
 from headroom.param_states.paging import Hosting, Paging, hosted, parts
 from torch import nn
 
-from helpers import modes
+from helpers import alike, modes
+from helpers.alike import assert_same_run, pair
 from helpers.bits import assert_same_bits
 from helpers.copies import (
     POLICIES,
@@ -40,18 +42,6 @@ HOST = ["eager", "late", "random"]
 def small_cuts(monkeypatch):
     """Cuts parameters of a test into several parts."""
     monkeypatch.setattr(parts, "CUT", 512)
-
-
-def assert_same_run(left, right):
-    assert_same_bits(left[0].parameters(), right[0].parameters())
-    for one, other in zip(entries(left[1]), entries(right[1])):
-        assert one.keys() == other.keys()
-        assert_same_bits(one.values(), [other[key] for key in one])
-
-
-def pair(name, dtype=torch.bfloat16, **options):
-    built = [modes.build(dtype) for _ in range(2)]
-    return [(model, EVERY[name].make(model.parameters(), **options)) for model in built]
 
 
 def small(model, **options):
@@ -104,91 +94,36 @@ def test_copies_and_steps_may_run_at_any_time_that_their_tickets_allow(name, pol
 
 
 def assert_train_alike(make, loop, **options):
-    """Runs a loop with an ordinary optimizer and one on the host, and compares all they have."""
-    runs = []
-    for is_hosted in (False, True):
-        torch.manual_seed(0)
-        model = modes.build(torch.bfloat16)
-        optimizer = make(model)
-        if is_hosted:
-            hosted_step(optimizer, **options)
-        runs.append((model, optimizer, loop(model, optimizer)))
-    (*ordinary, one), (*other, two) = runs
-    assert_same_run(ordinary, other)
-    assert one == two
-    return other
+    return alike.assert_train_alike(make, loop, partial(hosted_step, **options))
 
 
 def test_groups_schedulers_and_tensor_rates():
-    def make(model):
-        params = list(model.parameters())
-        rate = torch.tensor(0.02)
-        groups = [{"params": params[:3], "lr": rate}, {"params": params[3:], "weight_decay": 0.3}]
-        return AdamW(groups, lr=1e-2, master="remainder16")
-
-    def loop(model, optimizer):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(4):
-            modes.train(model, optimizer, [step])
-            scheduler.step()
-        return [float(group["lr"]) for group in optimizer.param_groups]
-
-    assert_train_alike(make, loop)
+    assert_train_alike(alike.in_groups, alike.scheduled)
 
 
 @pytest.mark.parametrize("place", range(6))
 def test_clipping_and_skipped_steps(place):
-    def loop(model, optimizer):
-        norms = []
-        for step in range(4):
-            optimizer.zero_grad()
-            modes.loss_of(model, modes.batch(step)).backward()
-            if step == 2:
-                sized = [param for param in model.parameters() if param.numel()]
-                sized[place].grad.view(-1)[0] = torch.nan
-            optimizer.step()
-            norms.append(optimizer.grad_norm.item())
-        with pytest.warns(UserWarning, match="skipped"):
-            assert optimizer.skipped_steps == 1
-        return [norm for norm in norms if norm == norm]
+    def spoil(model):
+        sized = [param for param in model.parameters() if param.numel()]
+        sized[place].grad.view(-1)[0] = torch.nan
 
-    assert_train_alike(lambda model: small(model, max_grad_norm=0.1), loop)
+    assert_train_alike(lambda model: small(model, max_grad_norm=0.1), alike.clipped(spoil))
 
 
 @pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
 def test_a_scaler_and_its_overflow(kind):
-    def loop(model, optimizer):
-        scaler = kind("cpu", init_scale=2.0**10)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(modes.loss_of(model, modes.batch(step))).backward()
-            if step == 1:
-                model.outer.bias.grad[3] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        return scaler.get_scale()
-
-    assert_train_alike(small, loop)
+    assert_train_alike(small, alike.scaled(kind))
 
 
 @pytest.mark.parametrize("thread", HOST)
 @pytest.mark.parametrize("clip", [None, "previous", "two-pass"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_step"])
 def test_released_gradients(clip, nonfinite, thread):
-    def loop(model, optimizer):
-        handle = headroom.release_gradients(model, optimizer, clip=clip, bucket_bytes=2000)
-        for step in range(4):
-            if clip == "two-pass":
-                with handle.measure():
-                    modes.loss_of(model, modes.batch(step)).backward()
-            modes.loss_of(model, modes.batch(step)).backward()
-            optimizer.step()
-        handle.remove()
-
     limit = None if clip is None else 0.1
     with stepping_on(thread):
         model, optimizer = assert_train_alike(
-            lambda model: small(model, max_grad_norm=limit, nonfinite=nonfinite), loop
+            lambda model: small(model, max_grad_norm=limit, nonfinite=nonfinite),
+            alike.released(clip, 2000),
         )
     assert optimizer.offload_handle.memory().second == 0
 
@@ -267,18 +202,7 @@ def test_a_scaler_alone(scaled):
 
 
 def test_released_gradients_with_an_accumulator():
-    def loop(model, optimizer):
-        accumulator = headroom.GradAccumulator(model)
-        handle = headroom.release_gradients(model, optimizer, accumulator=accumulator)
-        for step in range(3):
-            for micro in range(2):
-                with accumulator.micro_batch():
-                    modes.loss_of(model, modes.batch(2 * step + micro)).backward()
-            accumulator.finish()
-            optimizer.step()
-        handle.remove()
-
-    assert_train_alike(small, loop)
+    assert_train_alike(small, alike.accumulated)
 
 
 def test_gradients_are_freed_in_the_backward_pass():
@@ -295,20 +219,7 @@ def test_gradients_are_freed_in_the_backward_pass():
 
 
 def test_parameters_come_late_freeze_and_stay_without_gradients():
-    def loop(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            model.inner.requires_grad_(step in (0, 4, 5))
-            modes.loss_of(model, modes.batch(step)).backward()
-            if step == 3:
-                optimizer.add_param_group({"params": [model.mix], "lr": 0.5})
-            optimizer.step()
-
-    def make(model):
-        params = [p for p in model.parameters() if p is not model.mix]
-        return AdamW8bit(params, lr=1e-2, min_8bit_size=64)
-
-    assert_train_alike(make, loop)
+    assert_train_alike(alike.without_mix, alike.with_mix_later)
 
 
 @pytest.mark.parametrize("is_released", [False, True])

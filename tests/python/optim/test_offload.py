@@ -18,7 +18,8 @@ from headroom.param_states.paging import parts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from helpers import modes
+from helpers import alike, modes
+from helpers.alike import assert_same_run, assert_same_states, pair
 from helpers.bits import assert_same_bits
 from helpers.copies import POLICIES, Failing, adversary, copying_with
 from helpers.fresh import run_fresh
@@ -33,22 +34,6 @@ PAGED = {name: mode for name, mode in EVERY.items() if not name.startswith("adaf
 def small_cuts(monkeypatch):
     """Cuts parameters of a test into several parts."""
     monkeypatch.setattr(parts, "CUT", 512)
-
-
-def assert_same_run(left, right):
-    assert_same_bits(left[0].parameters(), right[0].parameters())
-    assert_same_states(left[1], right[1])
-
-
-def assert_same_states(left, right):
-    for one, other in zip(entries(left), entries(right)):
-        assert one.keys() == other.keys()
-        assert_same_bits(one.values(), [other[key] for key in one])
-
-
-def pair(name, dtype=torch.bfloat16, **options):
-    built = [modes.build(dtype) for _ in range(2)]
-    return [(model, EVERY[name].make(model.parameters(), **options)) for model in built]
 
 
 # ---- the same bits ------------------------------------------------------------------------------
@@ -94,19 +79,8 @@ def test_copies_may_run_at_any_time_that_their_tickets_allow(name, policy):
 
 
 def assert_train_alike(make, loop, **options):
-    """Runs a loop with an ordinary optimizer and a paged one, and compares all that they have."""
-    runs = []
-    for is_paged in (False, True):
-        torch.manual_seed(0)
-        model = modes.build(torch.bfloat16)
-        optimizer = make(model)
-        if is_paged:
-            offload(optimizer, **{"bucket_bytes": 6000, "host": HostArena()} | options)
-        runs.append((model, optimizer, loop(model, optimizer)))
-    (*ordinary, one), (*paged, other) = runs
-    assert_same_run(ordinary, paged)
-    assert one == other
-    return paged
+    options = {"bucket_bytes": 6000, "host": HostArena()} | options
+    return alike.assert_train_alike(make, loop, lambda optimizer: offload(optimizer, **options))
 
 
 def small(model, **options):
@@ -114,85 +88,30 @@ def small(model, **options):
 
 
 def test_groups_schedulers_and_tensor_rates():
-    def make(model):
-        params = list(model.parameters())
-        rate = torch.tensor(0.02)
-        groups = [{"params": params[:3], "lr": rate}, {"params": params[3:], "weight_decay": 0.3}]
-        return AdamW(groups, lr=1e-2, master="remainder16")
-
-    def loop(model, optimizer):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(4):
-            modes.train(model, optimizer, [step])
-            scheduler.step()
-        return [float(group["lr"]) for group in optimizer.param_groups]
-
-    assert_train_alike(make, loop)
+    assert_train_alike(alike.in_groups, alike.scheduled)
 
 
 def test_clipping_and_skipped_steps():
-    def loop(model, optimizer):
-        norms = []
-        for step in range(4):
-            optimizer.zero_grad()
-            modes.loss_of(model, modes.batch(step)).backward()
-            if step == 2:
-                model.mix.grad[0, 0, 0] = torch.nan
-            optimizer.step()
-            norms.append(optimizer.grad_norm.item())
-        with pytest.warns(UserWarning, match="skipped"):
-            assert optimizer.skipped_steps == 1
-        return [norm for norm in norms if norm == norm]
+    def spoil(model):
+        model.mix.grad[0, 0, 0] = torch.nan
 
-    assert_train_alike(lambda model: small(model, max_grad_norm=0.1), loop)
+    assert_train_alike(lambda model: small(model, max_grad_norm=0.1), alike.clipped(spoil))
 
 
 def test_a_scaler_and_its_overflow():
-    def loop(model, optimizer):
-        scaler = GradScaler("cpu", init_scale=2.0**10)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(modes.loss_of(model, modes.batch(step))).backward()
-            if step == 1:
-                model.outer.bias.grad[3] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        return scaler.get_scale()
-
-    assert_train_alike(small, loop)
+    assert_train_alike(small, alike.scaled(GradScaler))
 
 
 @pytest.mark.parametrize("clip", [None, "previous", "two-pass"])
 @pytest.mark.parametrize("bucket_bytes", [0, 3000])
 def test_released_gradients(clip, bucket_bytes):
-    def loop(model, optimizer):
-        options = {"clip": clip, "bucket_bytes": bucket_bytes}
-        handle = headroom.release_gradients(model, optimizer, **options)
-        for step in range(4):
-            if clip == "two-pass":
-                with handle.measure():
-                    modes.loss_of(model, modes.batch(step)).backward()
-            modes.loss_of(model, modes.batch(step)).backward()
-            optimizer.step()
-        handle.remove()
-
     limit = None if clip is None else 0.1
+    loop = alike.released(clip, bucket_bytes)
     assert_train_alike(lambda model: small(model, max_grad_norm=limit), loop)
 
 
 def test_released_gradients_with_an_accumulator():
-    def loop(model, optimizer):
-        accumulator = headroom.GradAccumulator(model)
-        handle = headroom.release_gradients(model, optimizer, accumulator=accumulator)
-        for step in range(3):
-            for micro in range(2):
-                with accumulator.micro_batch():
-                    modes.loss_of(model, modes.batch(2 * step + micro)).backward()
-            accumulator.finish()
-            optimizer.step()
-        handle.remove()
-
-    assert_train_alike(small, loop)
+    assert_train_alike(small, alike.accumulated)
 
 
 def test_moments_do_not_take_micro_batches_of_paged_states():
@@ -209,20 +128,7 @@ def test_moments_do_not_take_micro_batches_of_paged_states():
 
 
 def test_parameters_come_late_freeze_and_stay_without_gradients():
-    def loop(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            model.inner.requires_grad_(step in (0, 4, 5))
-            modes.loss_of(model, modes.batch(step)).backward()
-            if step == 3:
-                optimizer.add_param_group({"params": [model.mix], "lr": 0.5})
-            optimizer.step()
-
-    def make(model):
-        params = [p for p in model.parameters() if p is not model.mix]
-        return AdamW8bit(params, lr=1e-2, min_8bit_size=64)
-
-    assert_train_alike(make, loop)
+    assert_train_alike(alike.without_mix, alike.with_mix_later)
 
 
 def test_writes_between_steps_count():
