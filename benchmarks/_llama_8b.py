@@ -8,6 +8,7 @@ bytes over rates, each way: 25 GB/s for PCIe 4.0 x16 and 50 for 5.0.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,21 +16,24 @@ GIB = 1 << 30
 TOKENS = 4096
 
 
-def llama_8b() -> torch.nn.Module:
+def llama(**sizes: Any) -> torch.nn.Module:
+    """Returns a model in bf16 of the shape that all of Llama 3 have, and these sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
         use_cache=False,
+        **sizes,
     )
     with torch.device("meta"):
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def llama_8b() -> torch.nn.Module:
+    return llama(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
 
 
 def main() -> None:

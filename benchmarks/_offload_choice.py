@@ -20,7 +20,7 @@ import torch
 from headroom.host.schedule import exposed_seconds, hosted_step, paged_step, streamed_step
 from headroom.host.simulation import Link
 
-from ._llama_8b import GIB, llama_8b
+from ._llama_8b import GIB, llama, llama_8b
 
 LINKS = {"25 GB/s": 25e9, "50 GB/s": 50e9, "300 GB/s": 300e9}
 LATENCY = 10e-6
@@ -47,21 +47,9 @@ class Setting(NamedTuple):
 
 def llama_1b() -> torch.nn.Module:
     """The shape of https://huggingface.co/meta-llama/Llama-3.2-1B, config.json."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        use_cache=False,
+    return llama(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
 SETTINGS = [

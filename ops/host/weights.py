@@ -695,7 +695,7 @@ class _Arrival:
 
 
 class _Way:
-    """How the gradients of one call reach the parameters.
+    """Brings the gradients of one call to the parameters.
 
     Attributes:
         block: that is called. A way that waits for its call has none: a block with a graph that has

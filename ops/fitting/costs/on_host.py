@@ -44,7 +44,7 @@ def hosted_seconds(
 
 
 class Streamed(NamedTuple):
-    """What it changes that the weights of the first blocks lie on the host.
+    """Holds what changes where the weights of the first blocks lie on the host.
 
     Attributes:
         measured: the costs of all blocks.

@@ -70,7 +70,7 @@ class Check(NamedTuple):
 
 @dataclass(eq=False)
 class Turn:
-    """What the steps of a bucket have in common."""
+    """Holds what the steps of a bucket have in common."""
 
     optimizer: Any
     bucket: Bucket  # with the gradients on the device, which are dropped when they have left

@@ -11,6 +11,8 @@ def rewritten(monkeypatch, owner, name, old, new):
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, source
     source = "from __future__ import annotations\n" + source.replace(old, new)
+    if inspect.isclass(owner):  # outside of which super() does not know whose it is
+        source = source.replace("super()", f"super({owner.__name__}, self)")
     scope = {}
     exec(source, vars(inspect.getmodule(function)), scope)
     monkeypatch.setattr(owner, name, scope[name])

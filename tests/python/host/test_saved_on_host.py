@@ -13,8 +13,8 @@ from headroom.host.slabs import Slabs
 from headroom.nn.steps import LEVELS
 from headroom.retrying.levels import SaveLevels
 from torch import nn
-from torch.nn import functional as F
 
+from helpers.dropping import Part, transformer
 from helpers.late_engine import Late
 
 CPU = torch.device("cpu")
@@ -38,24 +38,6 @@ def late(monkeypatch):
     gc.collect()
     engine.finish()
     assert engine.errors == []
-
-
-def transformer(save, **options):
-    torch.manual_seed(0)
-    config = headroom.nn.TransformerConfig(
-        vocab_size=50, hidden_size=24, layers=4, heads=2, features=40, **options
-    )
-    return headroom.nn.Transformer(config, save=save)
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(8, 20), nn.Linear(20, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        hidden = F.dropout(F.gelu(self.first(self.norm(x))), 0.2, self.training)
-        return x + self.second(hidden)
 
 
 def parts():

@@ -2,8 +2,6 @@
 they may give other bits, or see memory that is written while it is copied."""
 
 import gc
-import inspect
-import textwrap
 from functools import partial
 
 import headroom
@@ -15,6 +13,7 @@ from headroom.param_states.paging import hosted, parts
 from helpers import modes
 from helpers.bits import same_bits
 from helpers.copies import adversary, copying_with, hosted_step, stepping_on
+from helpers.rewritten import rewritten
 
 POLICIES = ["late", "eager", "up", "down"]
 HOST = ["late", "eager"]
@@ -287,12 +286,7 @@ WAITS = {  # the method, what it says, what it says without the wait, and what n
 
 def remove(monkeypatch, wait):
     name, old, new, _ = WAITS[wait]
-    source = textwrap.dedent(inspect.getsource(getattr(hosted.Hosting, name)))
-    assert source.count(old) == 1, source
-    source = "from __future__ import annotations\n" + source.replace(old, new)
-    scope = {}
-    exec(source.replace("super()", "super(Hosting, self)"), vars(hosted), scope)
-    monkeypatch.setattr(hosted.Hosting, name, scope[name])
+    rewritten(monkeypatch, hosted.Hosting, name, old, new)
 
 
 def run(scenario, policy, thread):

@@ -13,9 +13,9 @@ from headroom.host import weights as streaming
 from headroom.nn.steps import LEVELS
 from headroom.patching.streaming import STREAM
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from helpers.dropping import Part, transformer
 from helpers.lagging_engine import Lagging
 
 IDS = torch.randint(50, (2, 19), generator=torch.Generator().manual_seed(1))
@@ -50,24 +50,6 @@ def _lagging(monkeypatch, seed):
     gc.collect()
     engine.finish()
     assert engine.errors == []
-
-
-def transformer(save="L0", **options):
-    torch.manual_seed(0)
-    config = headroom.nn.TransformerConfig(
-        vocab_size=50, hidden_size=24, layers=4, heads=2, features=40, **options
-    )
-    return headroom.nn.Transformer(config, save=save)
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(8, 20), nn.Linear(20, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        hidden = F.dropout(F.gelu(self.first(self.norm(x))), 0.2, self.training)
-        return x + self.second(hidden)
 
 
 class Tower(nn.Module):
