@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import mmap
+import os
 import weakref
 
 import headroom
@@ -536,6 +537,20 @@ def test_an_optimizer_and_its_memory_are_freed():
     del optimizer
     gc.collect()
     assert gone() is None and arena.bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_copies():
+    """The threads that copy, and the memory, are not there."""
+    model = modes.build(torch.float32)
+    optimizer = AdamW(model.parameters(), offload="state")
+    modes.train(model, optimizer, [0])
+    child = os.fork()
+    if child == 0:
+        type(optimizer.paging)._end = lambda self: os._exit(1)
+        optimizer.paging.__del__()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_states_in_files(tmp_path):
