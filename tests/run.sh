@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up .venv and passes the tests: style, C and kernels (CPU, emulated CUDA, PTX), Python.
 #
-#   bash tests/run.sh          what shows a regression soon: every test, but not every combination
-#                              of its parameters; without what is marked slow
-#   bash tests/run.sh full     all of it: also the sanitizers, the slow tests, and 64-bit Arm
+#   bash tests/run.sh          what shows a regression soon: every test, with every value of its
+#                              parameters; without what is marked slow
+#   bash tests/run.sh full     every pair of these values, the slow tests, the sanitizers, the PTX of
+#                              three architectures, and 64-bit Arm
 #
 # On 2 cores the first takes 7 to 14 minutes with torch's installation, and the second half an hour. Both
 # end by saying what took longest.
@@ -16,7 +17,7 @@ cd "$root"
 case ${1:-} in
 '')
     sanitized=OFF
-    select=(-m "not slow" --sample)
+    select=(-m "not slow" --sample 1)
     # Under the emulator: lists longer than a launch, other orders of threads, checks taken away. Of
     # the PTX: what small cases do not reach.
     c_select=(-E 'emulated.*(ManyTensors|SeveralLaunches|NoTensorOfMany|OnCuda|MissingChecks)|ptx.whole')
@@ -25,7 +26,7 @@ case ${1:-} in
     ;;
 full)
     sanitized=ON
-    select=()
+    select=(--sample 2)
     c_select=(-E 'ptx.some')
     ;;
 *) echo "usage: tests/run.sh [full]" >&2 && exit 2 ;;

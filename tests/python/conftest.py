@@ -16,15 +16,17 @@ from helpers.sampling import sample
 def pytest_addoption(parser):
     parser.addoption(
         "--sample",
-        action="store_true",
-        help="of each test, run cases until every value of every parameter occurred once",
+        type=int,
+        metavar="WAYS",
+        help="of each test, run cases until every combination of the values of so many parameters "
+        "occurred once: 1, every value; 2, every pair",
     )
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that what they leave is sampled
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--sample"):
-        items[:], left_out = sample(items)
+    if ways := config.getoption("--sample"):
+        items[:], left_out = sample(items, ways)
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,21 @@ ALONE = frozenset(case for cases in json.loads(DATA.read_text()).values() for ca
 
 
 def sample(
-    items: Iterable[pytest.Item], kept_too: Collection[str] = ALONE
+    items: Iterable[pytest.Item], ways: int = 1, kept_too: Collection[str] = ALONE
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Returns the items to run and the others. Of each test the first cases are kept in which every
-    value of every parameter occurs once, and those of ``kept_too``; only combinations are left out.
+    combination of the values of ``ways`` parameters occurs once, and those of ``kept_too``: with 1
+    every value of every parameter, with 2 every pair of them.
     """
     kept, left_out = [], []
-    seen: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    seen: dict[str, set[frozenset[tuple[str, int]]]] = defaultdict(set)
     for item in items:
         case = getattr(item, "callspec", None)
         # By identity: values need not be hashable, and each is one object in all of its cases.
-        values = {(name, id(value)) for name, value in case.params.items()} if case else set()
+        values = [(name, id(value)) for name, value in case.params.items()] if case else []
+        combined = {frozenset(few) for few in combinations(values, min(ways, len(values)))}
         known = seen[item.nodeid.partition("[")[0]]
-        leave = case and values <= known and item.nodeid not in kept_too
+        leave = case and combined <= known and item.nodeid not in kept_too
         (left_out if leave else kept).append(item)
-        known |= values
+        known |= combined
     return kept, left_out

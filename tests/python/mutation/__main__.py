@@ -127,7 +127,7 @@ def main():
     package = options.package.split("/")[0]
     own = {"_core": "core,functional,state"}.get(package, package)
     folders = (options.tests or own).split(",")
-    select = ["-m", "not cuda"] if options.full else ["-m", "not slow and not cuda", "--sample"]
+    select = ["-m", "not cuda"] if options.full else ["-m", "not slow and not cuda", "--sample=1"]
 
     import_what_tests_need()
     rng = random.Random(options.seed)

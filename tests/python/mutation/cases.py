@@ -1,4 +1,4 @@
-"""Writes down which cases `--sample` keeps besides those it chooses by their parameters: each
+"""Writes down which cases `--sample 1` keeps besides those it chooses by their parameters: each
 reaches a line or a branch of `ops` that no chosen case of its folder does.
 
     nice .venv/bin/python -m tests.python.mutation.cases loss planning
