@@ -263,8 +263,9 @@ TEST_P(LinearCrossEntropy, OfAMatrixHasTheBitsOfItsDecodedElements)
                 continue;
             }
             const Vector got = decoded.dhidden.values(0), wanted = run.dhidden.values(0);
+            const double bound = 16 * epsilon_of(HR_F32) * largest_of(wanted);
             for (size_t i = 0; i < got.size(); i++) // sums over parts of the classes
-                ASSERT_NEAR(got[i], wanted[i], 16 * epsilon_of(HR_F32) * largest_of(wanted)) << i;
+                ASSERT_NEAR(got[i], wanted[i], bound) << i;
         }
     }
 }
