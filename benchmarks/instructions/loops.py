@@ -34,11 +34,16 @@ LEAVING = ("EXIT", "RET", "KILL", *INDIRECT)
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a loop: the instructions in their order."""
+    """One turn of a loop: the blocks of instructions in their order."""
 
-    instructions: list[Instruction]
+    blocks: list[list[Instruction]]
+    length: int  # instructions
     signature: Signature
     is_loop: bool
+
+    @cached_property
+    def instructions(self) -> list[Instruction]:
+        return [i for block in self.blocks for i in block if i.name != "NOP"]
 
     def bytes(self, kind: str, least: int = 1) -> int:
         """What a thread loads or stores in a turn, by accesses of at least so many bytes."""
@@ -104,6 +109,7 @@ class _Flow:
                 starts.add(n + 1)
         self.starts = sorted(s for s in starts if s < len(code))
         self.ends = [*self.starts[1:], len(code)]
+        self.blocks = [code[start:end] for start, end in zip(self.starts, self.ends)]
         self.next = [self._following(b, at) for b in range(len(self.starts))]
         unclaimed = self._unclaimed() if through_tables else []
         for b in range(len(self.starts)):
@@ -113,7 +119,7 @@ class _Flow:
         self._dominators()
 
     def block(self, n: int) -> list[Instruction]:
-        return self.code[self.starts[n] : self.ends[n]]
+        return self.blocks[n]
 
     def _following(self, b: int, at: dict[int, int]) -> list[int]:
         last = self.code[self.ends[b] - 1]
@@ -215,32 +221,34 @@ class _Flow:
             is_end = header in self.next[block] if is_loop else self.block(block)[-1].name == "EXIT"
             for start, (cost, _, _) in arrivals:
                 arrival = (cost + counted.length[block], block, start)
-                for state in counted.states_after(start, block):
-                    if is_end and (state not in ends or arrival[0] < ends[state][0]):
+                after = counted.states_after(start, block)
+                for state in after if is_end else ():
+                    if state not in ends or arrival[0] < ends[state][0]:
                         ends[state] = arrival
-                for other, state in counted.leaving(start, block):
+                for other, states in counted.leaving(after, block):
                     if other not in body or self.rank[other] <= self.rank[block]:
                         continue  # it leaves the loop, or begins another turn
                     table = ways.setdefault(other, {})
-                    if state not in table or arrival[0] < table[state][0]:
-                        table[state] = arrival
+                    for state in states:
+                        if state not in table or arrival[0] < table[state][0]:
+                            table[state] = arrival
         shortest: dict[tuple[Signature, int], Arrival] = {}
         for state, end in ends.items():
             key = counted.signature(state), state[0]
             if key[0] and (key not in shortest or end[0] < shortest[key][0]):
                 shortest[key] = end
         return [
-            Turn(self._instructions(ways, end), signature, is_loop)
+            Turn(self._blocks(ways, end), end[0], signature, is_loop)
             for (signature, _), end in shortest.items()
         ]
 
-    def _instructions(self, ways, end) -> list[Instruction]:
+    def _blocks(self, ways, end) -> list[list[Instruction]]:
         blocks = []
         _, block, start = end
         while block >= 0:
-            blocks.append(block)
+            blocks.append(self.block(block))
             _, block, start = ways[block][start]
-        return [i for block in reversed(blocks) for i in self.block(block) if i.name != "NOP"]
+        return blocks[::-1]
 
 
 class _Ways:
@@ -257,7 +265,10 @@ class _Ways:
         self.start: State = (0,) * (1 + len(self.kinds)) + (None,) * len(self.fixed)
         self.multiplications = {b: sum(i.name == COUNTED for i in flow.block(b)) for b in body}
         self.length = {b: sum(i.name != "NOP" for i in flow.block(b)) for b in body}
-        self._known: dict[tuple[State, int], list[State]] = {}
+        place = {kind: 1 + n for n, kind in enumerate(self.kinds)}
+        self.accesses = {
+            b: [(place[i.access], i.guard) for i in flow.block(b) if i.access] for b in body
+        }
 
     def signature(self, state: State) -> Signature:
         return tuple((kind, count) for kind, count in zip(self.kinds, state[1:]) if count)
@@ -282,32 +293,25 @@ class _Ways:
 
     def states_after(self, start: State, block: int) -> list[State]:
         """The states at the end of a block, before its branch."""
-        if (start, block) in self._known:
-            return self._known[start, block]
         found = [(start[0] + self.multiplications[block], *start[1:])]
-        for instruction in self.flow.block(block):
-            if instruction.access is None:
-                continue
-            place = 1 + self.kinds.index(instruction.access)
+        for place, guard in self.accesses[block]:
             found = [
                 (*s[:place], s[place] + taken, *s[place + 1 :])
                 for state in found
-                for taken, s in self.decide(state, instruction.guard)
+                for taken, s in self.decide(state, guard)
             ]
-        self._known[start, block] = found = list(dict.fromkeys(found))
-        return found
+        return list(dict.fromkeys(found)) if len(found) > 1 else found
 
-    def leaving(self, start: State, block: int) -> list[tuple[int, State]]:
+    def leaving(self, after: list[State], block: int) -> list[tuple[int, list[State]]]:
         """The blocks that can follow, and the states on entry there."""
         last, following = self.flow.block(block)[-1], self.flow.next[block]
-        found = []
-        for state in self.states_after(start, block):
-            if not last.guard or len(following) < 2 or "," in last.operands:
-                found += [(other, state) for other in following]
-                continue
-            for taken, decided in self.decide(state, last.guard):
-                found.append((following[0 if taken else 1], decided))
-        return found
+        if not last.guard or len(following) < 2 or "," in last.operands:
+            return [(other, after) for other in following]
+        decided = [way for state in after for way in self.decide(state, last.guard)]
+        return [
+            (other, [state for taken, state in decided if taken == is_taken])
+            for other, is_taken in zip(following, (True, False))
+        ]
 
 
 def hot_loops(code: list[Instruction], most: int = MOST_WAYS) -> list[list[Turn]]:
@@ -338,4 +342,4 @@ def whole(code: list[Instruction], most: int) -> list[list[Turn]]:
 
 
 def _sorted(found: Iterable[list[Turn]]) -> list[list[Turn]]:
-    return [sorted(turns, key=lambda turn: len(turn.instructions)) for turns in found if turns]
+    return [sorted(turns, key=lambda turn: turn.length) for turns in found if turns]
