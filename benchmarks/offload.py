@@ -234,6 +234,7 @@ def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
         class Nothing(Inline):
             """Copies until it is ready: what is stepped then are gradients, and not zeros."""
 
+            is_asynchronous = True  # as that of a device is
             is_ready = False
 
             def _copy(self, queue: str, target: Any, source: Any, after: Any) -> None:
