@@ -225,9 +225,9 @@ def _on_host(engine: Any, kind: str, shapes: Shapes, slot: int | None, **options
 
 
 def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
-    """What the host computes in a step, on one core, with copies that take no time, beside a step on
-    resident states, or beside other libraries' steps on the host. Another core is left to the thread
-    that begins the copies."""
+    """What the host computes in a step on one core, with copies that take no time, beside a step on
+    resident states, or beside other libraries' steps on the host. Another core is left to the
+    thread that begins the copies."""
 
     def setup(device: torch.device) -> dict[str, Any]:
         from headroom.host.engine import Inline

@@ -150,7 +150,9 @@ def test_an_error_is_shown_as_by_python(text, program, monkeypatch, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_signals_end_the_program_as_they_would(number, program):
-    path = program(f"import os\nos.kill(os.getpid(), {int(number)})\nprint('on')\n")
+    # Jobs of a shell that runs a script ignore some signals, and what they start does too.
+    heed = f"signal.signal({int(number)}, signal.SIG_DFL)"
+    path = program(f"import os, signal\n{heed}\nos.kill(os.getpid(), {int(number)})\nprint('on')\n")
     done = python("-m", "headroom", "run", "--register", path)
     assert done.returncode == python(path).returncode == -number and done.stdout == ""
 
