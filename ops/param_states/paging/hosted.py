@@ -36,7 +36,6 @@ from . import parts as staged
 from .homes import is_cuttable
 from .hosted_parts import HostedHome, HostPart, Slots, bytes_of, parts_of, with_weights
 from .paged import (
-    BUCKET_BYTES,
     BUCKETS,
     INLINE_BYTES,
     KIND,
@@ -47,6 +46,9 @@ from .paged import (
 )
 
 GRADIENTS = "gradients"
+# Of gradients in a slot: a part of half the size takes some processors no longer than the Python code
+# between two parts, for which the thread that begins copies and the one that steps wait in turn.
+SLOT_BYTES = 32 << 20
 MAIL = 64  # bytes for the scalars of a bucket
 MAILS = 64  # of these at a time
 FLAGS = 4096  # parameters, in multiples of which there are flags
@@ -310,7 +312,7 @@ class Hosting(Paging):
             if size is None:
                 every = (p for group in optimizer.param_groups for p in group["params"])
                 held = sum(local_part(p).nbytes for p in every if p.device == device)
-                most = BUCKET_BYTES if engine.is_asynchronous else INLINE_BYTES
+                most = SLOT_BYTES if engine.is_asynchronous else INLINE_BYTES
                 size = min(most, held // BUCKETS)
             size = aligned(max(size, needed, 1), 512)
             slab = self._take(slots_with(engine) * size, GRADIENTS, optimizer, device)
