@@ -46,8 +46,8 @@ from .paged import (
 )
 
 GRADIENTS = "gradients"
-# Of gradients in a slot: a part of half the size takes some processors no longer than the Python code
-# between two parts, for which the thread that begins copies and the one that steps wait in turn.
+# Of gradients in a slot. Between two parts the thread that begins copies and the one that steps
+# wait for each other's Python code, half a millisecond.
 SLOT_BYTES = 32 << 20
 MAIL = 64  # bytes for the scalars of a bucket
 MAILS = 64  # of these at a time
