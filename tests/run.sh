@@ -6,7 +6,7 @@
 #   bash tests/run.sh full     every pair of these values, the slow tests, the sanitizers, the PTX of
 #                              three architectures, and 64-bit Arm
 #
-# On 2 cores the first takes 7 to 14 minutes with torch's installation, and the second an hour. Both
+# On 2 cores the first takes 10 to 20 minutes with torch's installation, and the second an hour. Both
 # end by saying what took longest.
 set -euo pipefail
 

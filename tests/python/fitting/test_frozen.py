@@ -383,6 +383,7 @@ def test_what_to_allow_is_said():
     assert "int8" not in str(refused.value) and "nf4" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_adapters_in_place_of_all_weights_are_named():
     model, batch = llama()
     model.requires_grad_(True)

@@ -72,6 +72,7 @@ def test_adapters_in_place_of_all_weights_take_what_is_planned(kind, name):
     assert abs(one.plan.total_bytes / peak(model, optimizer, batch) - 1) <= 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_peft", [False, True])
 def test_frozen_weights_in_few_bits_take_what_is_planned(of_peft):
     for name in (NF4, INT8):
