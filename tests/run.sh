@@ -27,7 +27,7 @@ case ${1:-} in
 full)
     sanitized=ON
     select=(--sample 2)
-    # All of the PTX once; of other architectures what every kernel does with small cases.
+    # All of the PTX once; of other architectures what nearly every kernel does with small cases.
     c_select=(-E 'ptx.(some.90|whole.(75|120))')
     ;;
 *) echo "usage: tests/run.sh [full]" >&2 && exit 2 ;;

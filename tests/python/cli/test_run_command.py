@@ -150,11 +150,14 @@ def test_an_error_is_shown_as_by_python(text, program, monkeypatch, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_signals_end_the_program_as_they_would(number, program):
-    # Jobs of a shell that runs a script ignore some signals, and what they start does too.
-    heed = f"signal.signal({int(number)}, signal.SIG_DFL)"
-    path = program(f"import os, signal\n{heed}\nos.kill(os.getpid(), {int(number)})\nprint('on')\n")
-    done = python("-m", "headroom", "run", "--register", path)
-    assert done.returncode == python(path).returncode == -number and done.stdout == ""
+    path = program(f"import os\nos.kill(os.getpid(), {int(number)})\nprint('on')\n")
+
+    def ended(*arguments):
+        # Jobs of a shell that runs a script ignore some signals, and what they start does too.
+        return python(*arguments, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+
+    done = ended("-m", "headroom", "run", "--register", path)
+    assert done.returncode == ended(path).returncode == -number and done.stdout == ""
 
 
 def test_a_profile_of_a_loop_that_knows_nothing_of_it(program, tmp_path, capsys):
