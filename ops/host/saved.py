@@ -195,7 +195,8 @@ class _Saving:
         self._stay = {
             x.untyped_storage()._cdata for x in stay if is_plain(x) and not x.requires_grad
         }
-        self._storages: weakref.WeakSet[_Storage] = weakref.WeakSet()
+        # In the order in which they were saved: what memory they get again depends on it.
+        self._storages = weakref.WeakKeyDictionary[_Storage, None]()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -234,13 +235,13 @@ class _Saving:
             slabs = _slabs_of_fakes if isinstance(x, FakeTensor) else _slabs
             assert slabs is not None
             storage = _storages[key] = _Storage(x, slabs)
-        self._storages.add(storage)
+        self._storages[storage] = None
         return storage.token(x)
 
     def _unpack(self, packed: Kept | _Token) -> Tensor:
         before = self._before and self._before()
         if before is not None:
-            for storage in before._storages:
+            for storage in reversed(list(before._storages)):  # what was saved last is wanted first
                 storage.prefetch()
         return packed.tensor()
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import headroom
 import pytest
@@ -19,6 +20,7 @@ from headroom.host.engine import Inline
 from headroom.host.schedule import Link, streamed_step
 from headroom.nn import Transformer, TransformerConfig
 from headroom.param_states.paging import paged
+from headroom.step.pass_seconds import PassSeconds
 
 from helpers.fitting import cross_entropy, step_of
 
@@ -44,6 +46,39 @@ def empty_arena(monkeypatch):
     monkeypatch.setattr(arena, "_default", headroom.HostArena())
     yield default_arena()
     trim()
+
+
+def seconds_of(levels):
+    """Returns costs of levels with the seconds of a machine that computes each step from one level
+    to the next in 0.4 ms, and copies 10 GB/s."""
+    own = [name for name in levels if not name.endswith("@host")]
+    return {
+        name: replace(
+            cost,
+            forward_seconds=2e-3 + cost.moved / 10e9,
+            backward_seconds=4e-3 + 4e-4 * own.index(name.removesuffix("@host")) + cost.moved / 10e9,
+        )
+        for name, cost in levels.items()
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_seconds():
+    """Stands for a machine whose times are known: which trades there are depends on them."""
+
+    def measured(step, **options):
+        found = measure.measure_blocks(step, repeats=0, **options)
+        blocks = [replace(block, levels=seconds_of(block.levels)) for block in found.blocks]
+        alone = sum(block.levels[block.leanest].seconds for block in blocks)
+        return replace(found, blocks=blocks, whole=PassSeconds(alone, 2e-3), seconds_of_rest=2e-3)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(candidates, "measure_blocks", measured)
+        patched.setattr(candidates, "optimizer_seconds", lambda *args, **options: 2e-3)
+        patched.setattr(
+            candidates, "seconds_at_leanest", lambda *args, **options: PassSeconds(args[1], 1e-3)
+        )
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +130,25 @@ MORE = [pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(5)]
 @pytest.mark.parametrize("count, seed", [*MORE, (5, 29)])
 def test_both_peaks_are_within_their_budgets(trained, count, seed):
     rng = random.Random(seed)
-    least, most = trained[2].points[0].peak, trained[2].points[-1].peak
-    host = max(point.host for point in trained[2].points)
+    points = trained[2].points
+    least, most = points[0].peak, points[-1].peak
+    host = max(point.host for point in points)
     fits = 0
     for _ in range(count):
         budget = rng.randrange(int(0.9 * least), int(1.1 * most))
         host_budget = rng.choice((0, rng.randrange(1, int(1.2 * host))))
+        room = 0.98 * budget - 50_000
         try:
             fitted = fit(trained, budget, host_budget)
         except DoesNotFit as error:
-            assert error.least > 0.98 * budget - 50_000
+            assert error.least > room
+            assert not any(p.peak <= room and p.host <= host_budget for p in points)
             continue
         fits += 1
         assert fitted.predicted_peak == fitted.plan.total_bytes <= budget
         assert fitted.predicted_host == fitted.plan.host_peak_bytes <= host_budget
         assert is_on_host(fitted.choice) == (fitted.predicted_host > 0)
-    assert fits > count // 2
+    assert fits
 
 
 def test_a_larger_host_budget_is_never_slower_or_larger(trained):

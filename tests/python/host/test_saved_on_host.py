@@ -224,6 +224,27 @@ def test_views_of_a_storage_leave_and_come_back_once():
     assert torch.equal(found, wanted)
 
 
+def test_what_was_saved_last_comes_back_first(late, monkeypatch):
+    """What is wanted first arrives first, and memory is taken in the same order in each run."""
+    copies = {"down": [], "up": []}
+    for way, sizes in copies.items():
+
+        def copy(target, source, after, run=getattr(late, way), sizes=sizes):
+            sizes.append(source.numel())
+            return run(target, source, after=after)
+
+        monkeypatch.setattr(late, way, copy)
+    total = 0.0
+    for block in range(3):
+        with saved_on_host():
+            for number in range(9):
+                x = torch.randn(20 + 9 * block + number, requires_grad=True)
+                total = total + x.exp().sum()
+    total.backward()
+    assert len(set(copies["down"])) == 27
+    assert copies["up"] == copies["down"][::-1][18:]  # of the last two nothing has left
+
+
 def test_strides_and_offsets_come_back():
     x = torch.randn(7, 9, 4, requires_grad=True)
     seen = []
