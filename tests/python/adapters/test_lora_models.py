@@ -490,6 +490,7 @@ def test_meta_copies_and_pickles():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_autocast_compilation_and_casts(dora):
     model, inputs = model_of("Llama"), inputs_of()

@@ -189,6 +189,7 @@ def test_a_snapshot_is_written_when_memory_runs_out(program, tmp_path, capsys):
     assert list((tmp_path / "others").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_budget_is_refused_where_nothing_can_keep_it(program):
     path = program(LOOP)
     done = python("-m", "headroom", "run", "--budget", "1 GiB", path, 2, 0)
@@ -198,6 +199,7 @@ def test_a_budget_is_refused_where_nothing_can_keep_it(program):
     assert done.returncode == 0 and "--budget had no effect: no Trainer" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_trainer_gets_names_and_a_budget(program):
     pytest.importorskip("transformers")
     path = program(TRAINER)
@@ -208,6 +210,7 @@ def test_a_trainer_gets_names_and_a_budget(program):
     assert "GPT2LMHeadModel in 1.00 GiB" in done.stdout and "measured peak" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_trainer_of_lightning_gets_a_budget(program):
     pytest.importorskip("lightning")
     path = program(

@@ -80,6 +80,7 @@ def cuts_in_two_dimensions(rank):
             place_of(sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_places_of_shards_of_two_dimensions(ranks):
     ranks(cuts_in_two_dimensions)

@@ -75,6 +75,7 @@ def test_allocations_of_products_of_sizes_are_exact():
     assert found.sizes[7] == {"tokens[1]": max(lengths[7])}
 
 
+@pytest.mark.slow
 def test_a_length_that_changes_the_step_is_found():
     lengths = [*range(2, 160)]
     model = Attending(switch=77)
@@ -150,6 +151,7 @@ def test_sizes_that_another_one_tells_are_no_sizes_of_their_own():
     assert found.sizes[2] == {"tokens[1]": 34}
 
 
+@pytest.mark.slow
 def test_each_way_out_lets_every_step_fit():
     lengths = some_lengths(30, (4,))
     model = Attending()
@@ -222,6 +224,7 @@ def test_a_limit_between_few_lengths_is_planned():
     assert limit.total_bytes == plan.total_bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_are_a_way_out_only_if_they_are_one_for_all_steps():
     """A step of one sequence, which cannot be cut, does not fit either."""
     lengths = [[40] * 64, [12] * 4, [220]]

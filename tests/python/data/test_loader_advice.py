@@ -228,6 +228,7 @@ def test_an_iterable_dataset_keeps_its_number_of_workers():
     assert found.saved_seconds is None and "The dataset is iterable" in str(found)
 
 
+@pytest.mark.slow
 def test_a_worker_init_fn_keeps_a_worker():
     loader = DataLoader(torch.arange(64.0), num_workers=1, worker_init_fn=lambda number: None)
     assert advise(loader, step=1.0).settings.num_workers == 1

@@ -217,6 +217,7 @@ class Broken(Dataset):
         return torch.tensor(float(i))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_worker_is_raised_at_its_batch(workers, monkeypatch):
     loader = DataLoader(Broken(), batch_size=2, num_workers=workers)

@@ -116,6 +116,7 @@ def budget_of(make, batch):
     return int(1.1 * headroom.plan(model, torch.optim.AdamW, batch, loss=mse_loss).peak_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Moves, Counts, Drops, Fills])
 def test_gradients_are_those_of_torch(kind):
     make = functools.partial(chain, kind)

@@ -185,6 +185,7 @@ def test_weights_in_16_bits_are_taken_back_to_the_bit():
         assert dtype == now[0] and torch.equal(x, now[1]), name
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_error_says_why_and_what_would():
     model, batch = ours()
     with pytest.raises(DoesNotFit, match="parameters .* What would fit: a budget of") as raised:
@@ -269,6 +270,7 @@ def test_what_is_allowed_stays_within_the_budget(allow, share):
     assert all(x.dtype == torch.float32 for x in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_running_training_can_be_made_leaner(steady_times):
     model, batch = plain(120)
     fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy)

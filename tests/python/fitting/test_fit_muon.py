@@ -87,6 +87,7 @@ def test_what_can_take_its_place(make, names):
     assert found.optimizers["8bit", "bf16"].param_groups[0]["master"] == "remainder16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ours, theirs])
 def test_a_budget_that_8_bit_momentum_alone_meets(make):
     model, batch = made()

@@ -94,6 +94,7 @@ def test_no_batch_fits_a_budget_below_that_of_a_sample():
     assert most_samples(search, search.every, search.size(2)) == 2
 
 
+@pytest.mark.slow
 def test_a_model_with_batch_norm_is_told_which_batch_fits():
     with pytest.raises(DoesNotFit) as raised:
         fitted(24, 2048)

@@ -144,6 +144,7 @@ def test_the_bits_are_those_of_quantizing_by_hand(make, to):
         assert torch.equal(fitted.step(batch), loss.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, with_our_adapters])
 def test_weights_are_quantized_only_where_nothing_fits_otherwise(make):
     model, batch = make()

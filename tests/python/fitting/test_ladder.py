@@ -168,6 +168,7 @@ def test_ladder_refuses_what_fit_refuses():
         headroom.ladder(model.eval(), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5])
 def test_the_bytes_of_parts_are_those_of_their_plans(count):
     torch.manual_seed(0)

@@ -227,13 +227,16 @@ def test_views_of_a_storage_leave_and_come_back_once():
 def test_what_was_saved_last_comes_back_first(late, monkeypatch):
     """What is wanted first arrives first, and memory is taken in the same order in each run."""
     copies = {"down": [], "up": []}
-    for way, sizes in copies.items():
 
-        def copy(target, source, after, run=getattr(late, way), sizes=sizes):
+    def heard(run, sizes):
+        def copy(target, source, after):
             sizes.append(source.numel())
             return run(target, source, after=after)
 
-        monkeypatch.setattr(late, way, copy)
+        return copy
+
+    monkeypatch.setattr(late, "down", heard(late.down, copies["down"]))
+    monkeypatch.setattr(late, "up", heard(late.up, copies["up"]))
     total = 0.0
     for block in range(3):
         with saved_on_host():
@@ -480,6 +483,7 @@ def test_torch_compile_traces_no_such_level(level):
         compiled(ids, labels=ids)
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_the_last_level_as_its_own_checkpoint():
     ids = torch.randint(50, (2, 19))
     model = transformer("L5@host")
@@ -539,6 +543,7 @@ def test_a_plan_for_cuda_holds_what_is_still_being_copied():
     assert 0 < away.link_bytes < 2 * away.host_peak_bytes  # the last two blocks need not come back
 
 
+@pytest.mark.slow
 def test_advice_stays_on_the_host_or_proposes_it():
     ids = torch.randint(50, (3, 37))
     names = {}

@@ -234,6 +234,7 @@ def test_with_all_waits(scenario, policy):
     run(scenario, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", WAITS)
 def test_without_one(wait):
     with pytest.MonkeyPatch.context() as patch:

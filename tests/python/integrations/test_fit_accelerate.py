@@ -298,6 +298,7 @@ def test_a_step_that_is_not_made_is_left_out(make):
     assert found.measured.has_ended and len(told) == 2
 
 
+@pytest.mark.slow
 def test_the_host_holds_what_the_device_has_no_room_for(make):
     accelerator, data = make(), batches()
     with pytest.raises(DoesNotFit) as caught:

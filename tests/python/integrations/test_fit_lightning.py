@@ -174,6 +174,7 @@ class Adam(Module):
         return fit_optimizer(self, torch.optim.AdamW(self.parameters(), lr=1e-2))
 
 
+@pytest.mark.slow
 def test_the_host_holds_what_the_device_has_no_room_for(most, tmp_path):
     small = FitCallback("100 KiB", tell=lambda text: None)
     with pytest.raises(DoesNotFit) as caught:

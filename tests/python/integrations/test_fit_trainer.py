@@ -400,6 +400,7 @@ class TestChoiceOfACheckpoint:
         assert self.choice(tmp_path, tmp_path, []) is None
 
 
+@pytest.mark.slow
 def test_the_host_holds_what_the_device_has_no_room_for(tmp_path):
     options = dict(optim="adamw_torch", per_device_train_batch_size=4, max_steps=3)
     small = HeadroomCallback("250 KiB")

@@ -214,6 +214,7 @@ def test_the_command_line_and_yaml_take_the_names(tmp_path):
     assert found.to_dict()["optim"] == "headroom_sgd"
 
 
+@pytest.mark.slow
 def test_without_transformers_the_error_names_it():
     code = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -379,7 +379,12 @@ def test_two_optimizers_in_one_arena():
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "error, limit", [(RuntimeError, None), (KeyboardInterrupt, 0.1), (RuntimeError, 1e9)]
+    "error, limit",
+    [
+        (RuntimeError, None),
+        pytest.param(KeyboardInterrupt, 0.1, marks=pytest.mark.slow),
+        pytest.param(RuntimeError, 1e9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_failure_at_every_call_of_the_engine(error, limit):
     """Each parameter is stepped with its state, or neither is, with released gradients that are
@@ -607,6 +612,7 @@ print("ends")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_a_step_on_its_way():
     """Which is made, or not, but nothing waits for a thread that is not there any more."""
     command = [sys.executable, "-c", END]

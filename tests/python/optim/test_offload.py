@@ -627,6 +627,7 @@ def test_a_sparse_gradient_is_named():
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_step_in_a_compiled_function_runs_by_itself(fresh_dynamo):
     ordinary, paged = pair("adamw")
     offload(paged[1], bucket_bytes=6000)

@@ -309,6 +309,7 @@ def notices(wait):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("wait", WAITS)
 def test_without_one(wait):

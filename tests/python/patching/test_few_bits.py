@@ -101,6 +101,7 @@ def test_layers_of_few_bits_draw_no_random_numbers():
     assert is_known(headroom.nn.Linear4bit(8, 8)) and is_known(headroom.nn.Linear8bit(8, 8))
 
 
+@pytest.mark.slow
 def test_autocast_and_compilation_of_a_patched_model():
     model, inputs = quantized("Llama", "nf4"), inputs_of()
     headroom.patch(model, "L2")

@@ -189,6 +189,7 @@ def test_variants_and_replaced_forwards_are_left():
     assert [one.reason for one in left] == ["something else has replaced its forward"]
 
 
+@pytest.mark.slow
 def test_autocast_and_compilation():
     model, inputs = adapted("nf4"), inputs_of()
     headroom.patch(model, "L1")

@@ -50,7 +50,9 @@ def peak(model, optimizer, batch):
 
 
 @pytest.mark.parametrize("name", [LORA, QLORA])
-@pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "SGD"])
+@pytest.mark.parametrize(
+    "kind", ["SGD", *(pytest.param(x, marks=pytest.mark.slow) for x in ("AdamW", "AdamW8bit"))]
+)
 def test_adapters_in_place_of_all_weights_take_what_is_planned(kind, name):
     model, batch = llama()
     make = {
@@ -85,6 +87,7 @@ def test_frozen_weights_in_few_bits_take_what_is_planned(of_peft):
         assert not advised(model, batch, adam(model))
 
 
+@pytest.mark.slow
 def test_what_patching_saves_of_a_model_of_peft():
     model, batch = with_adapters(True)
     plan = headroom.plan(model, adam(model), batch)
@@ -97,6 +100,7 @@ def test_what_patching_saves_of_a_model_of_peft():
     assert plan.total_bytes - found["headroom.patch(model)"].plan.total_bytes > 0.1 * measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW, adam])
 def test_an_optimizer_that_is_not_made_yet(optimizer):
     model, batch = llama()
@@ -112,6 +116,7 @@ def test_an_optimizer_that_is_not_made_yet(optimizer):
     assert not advised(model, batch, held)
 
 
+@pytest.mark.slow
 def test_where_nothing_of_it_is_advised():
     x, loss = torch.randn(4, 24), nn.functional.mse_loss
     for model in (nn.Linear(24, 24), nn.Sequential(nn.Conv1d(4, 4, 1), nn.Flatten(0))):

@@ -327,6 +327,7 @@ def test_models_of_the_benchmark(case, technique, precision, monkeypatch):
         assert cuda.peak_bytes <= cpu.peak_bytes <= 1.1 * (cuda.peak_bytes + states)
 
 
+@pytest.mark.slow
 def test_advice_for_a_gpu_has_checkpoints():
     """They were left out when they could not be planned."""
     x = torch.randn(3, 2000, WIDTH)

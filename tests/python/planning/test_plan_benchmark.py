@@ -25,6 +25,7 @@ def test_cases_cover_what_is_promised():
     assert len(plan.cases(CPU, quick=True)) <= 3
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path, capsys):
     """Three cases, each within the bar for the worst; --check fails above it."""
     path = tmp_path / "plan.json"

@@ -80,6 +80,7 @@ def test_bert_large_in_micro_batches_of_one(published, optimizer, saves):
     assert found == pytest.approx(published - 1343, rel=0.05)
 
 
+@pytest.mark.slow
 def test_bert_large_in_batches_of_four():
     """The same page has 14,949 MiB. Torch kept gradients from step to step at that time, and
     transformers one more tensor of scores in each layer."""

@@ -353,6 +353,7 @@ def planned_and_measured(rank, kinds, tolerance):
                 headroom.plan(model, optimizer, x, forward=mean)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_rank_takes_what_is_planned(ranks):
     ranks(planned_and_measured, ("ddp", "8bit"), 0.01)

@@ -21,7 +21,7 @@ from benchmarks.harness import Unavailable  # noqa: E402
 # Without those that compare bytes, or settings.
 TIMED = [stem for stem in command.STEMS if stem not in ("fit", "forecast", "loader", "plan")]
 # Whose peers or cases take long.
-SLOW = {"adafactor", "adamw8bit", "block", "gemm", "profile", "snapshot", "weights"}
+SLOW = {"adafactor", "adamw8bit", "block", "gemm", "offload", "profile", "snapshot", "weights"}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ def rungs(monkeypatch):
     return chosen
 
 
+@pytest.mark.slow
 def test_peaks_are_as_planned_and_the_table_has_every_rung(rungs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bert_large, "checks", lambda rows: {"rows": len(rows) == len(rungs)})
     assert bert_large.main([*SMALL, "--json", str(tmp_path / "rows.json")]) == 0

@@ -183,6 +183,7 @@ def test_what_a_gpu_runs(capability, wanted):
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_every_kernel_is_there_for_every_arch(resources, instructions):
     symbols = {symbol for _, symbol in resources}
     assert symbols and set(resources) == set(instructions)
@@ -230,6 +231,7 @@ def test_vector_loads_and_stores(instructions, access):
     assert not without
 
 
+@pytest.mark.slow
 def test_instructions_per_element(code):
     """Every loop that `python -m benchmarks.instructions` prints, beside its budget."""
     archs = {arch for row in ROWS for arch in row.budget}

@@ -280,6 +280,7 @@ def test_activations_of_blocks_are_those_of_their_documentation(level):
     assert most < found < most + 2 * statistics
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident peak is read from /proc")
 def test_peak_memory_sees_a_passing_allocation():
     """In a process of its own, as every rung has: what other tests did to the allocator counts."""
@@ -462,6 +463,7 @@ def test_a_merge_of_another_scale_fails(small_qlora, monkeypatch, capsys):
     assert "FAILED: merged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
     convergence_adapters = pytest.importorskip("convergence_adapters")
     pytest.importorskip("bitsandbytes")
@@ -476,6 +478,7 @@ def test_convergence_of_adapters_is_that_of_peft(monkeypatch, text):
     convergence_adapters.base.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts")
 def test_a_model_larger_than_its_memory_trains_where_its_weights_stream():
     done = run_example("larger_than_memory.py", "--layers", 8, "--hidden", 384)  # asserts the same

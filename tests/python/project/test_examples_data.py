@@ -20,6 +20,7 @@ def test_data_is_split_by_file_and_repeats(tmp_path):
     assert not torch.equal(first[0], data.batch(train_text, 1, 7, 4, 16)[0])
 
 
+@pytest.mark.slow
 def test_data_from_one_file_and_from_none(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)) * 10)

@@ -111,6 +111,7 @@ class Interrupts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=str)
 @pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
 def test_an_interrupted_load_leaves_the_run_as_it_was(error, piece, path, monkeypatch):

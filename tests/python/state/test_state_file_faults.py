@@ -19,6 +19,7 @@ from helpers import state_file_faults as faults
 from helpers.bits import assert_same_bits
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_leaves_a_whole_file(memory_path):
     line = [sys.executable, faults.__file__, str(memory_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)

@@ -187,6 +187,7 @@ def test_micro_batches_of_rows_and_of_batches_without_labels():
         headroom.micro_batches(batch, 0)
 
 
+@pytest.mark.slow
 def test_fit_cuts_a_packed_batch():
     torch.manual_seed(0)
     config = headroom.nn.TransformerConfig(
