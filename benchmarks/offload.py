@@ -19,7 +19,7 @@ from .harness import Bar, Case, Contender, Share, Unavailable
 
 F32, BF16 = torch.float32, torch.bfloat16
 COPIES = "without, then copies"
-BNB, TORCHAO = "bitsandbytes 8-bit", "torchao 8-bit"
+BNB, TORCHAO, DEEPSPEED = "bitsandbytes 8-bit", "torchao 8-bit", "DeepSpeed CPUAdam, f32"
 FILES = "without, then reads and writes"
 HIDDEN = "0.7 of it hidden"
 SIMULATED = "simulated"
@@ -242,17 +242,17 @@ def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
                 if not self.is_ready:
                     super()._copy(queue, target, source, after)
 
-        def peer(module: str) -> Callable[[], Contender]:
+        def peer(module: str, kind: str, dtype: torch.dtype = BF16) -> Callable[[], Contender]:
             def make() -> Contender:
-                try:
-                    kind = importlib.import_module(module).AdamW8bit
-                except ImportError as error:
-                    raise Unavailable("not installed") from error
-                tensors = filled_like(shapes, BF16, torch.device("cpu"))
+                tensors = filled_like(shapes, dtype, torch.device("cpu"))
                 params = [torch.nn.Parameter(x) for x in tensors]
                 for param in params:
                     param.grad = torch.randn_like(param)
-                return Contender(_on_one_core(kind(params).step))
+                try:
+                    optimizer = getattr(importlib.import_module(module), kind)(params)
+                except (ImportError, RuntimeError) as error:  # DeepSpeed compiles its op
+                    raise Unavailable(f"not usable: {error}") from error
+                return Contender(_on_one_core(optimizer.step))
 
             return make
 
@@ -268,12 +268,21 @@ def on_host(name: str, shapes: Shapes, beside_peers: bool = False) -> Case:
 
         others: dict[str, Callable[[], Contender]] = {"without": resident}
         if beside_peers:
-            others = {BNB: peer("bitsandbytes.optim"), TORCHAO: peer("torchao.optim")}
+            others = {
+                BNB: peer("bitsandbytes.optim", "AdamW8bit"),
+                TORCHAO: peer("torchao.optim", "AdamW8bit"),
+                # What ZeRO-Offload steps: weights, moments and gradients of 32 bits.
+                DEEPSPEED: peer("deepspeed.ops.adam", "DeepSpeedCPUAdam", F32),
+            }
         return {"headroom": hosted, **others}
 
     what = "AdamW8bit, bfloat16 with remainders: step() on the host, one core, without its copies"
     if beside_peers:
-        bars = [Bar("ratio", 20, "cpu"), Bar("ratio", 30, "cpu", against=TORCHAO)]
+        bars = [
+            Bar("ratio", 20, "cpu"),
+            Bar("ratio", 30, "cpu", against=TORCHAO),
+            Bar("ratio", 1.0, "cpu", against=DEEPSPEED),
+        ]
         return Case(name, what, setup, BNB, bars=bars)
     return Case(name, what, setup, "without", bars=[Bar("ratio", 0.95, "cpu")])
 
