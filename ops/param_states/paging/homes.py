@@ -83,9 +83,9 @@ def is_cuttable(
     as those of its state, its op takes parts, and no random numbers depend on their places."""
     if layout.is_whole or layout.weights.is_random or group.get("code_rounding") == "stochastic":
         return False
-    param = local_part(param)
+    param, alike = local_part(param), layout.param_like
     return is_dense(param) and all(
-        field.stride == param.stride() for field in fields if field.name in layout.param_like
+        field.stride == param.stride() for field in fields if field.name in alike
     )
 
 
