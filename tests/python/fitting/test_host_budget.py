@@ -149,7 +149,7 @@ def test_both_peaks_are_within_their_budgets(trained, count, seed):
         assert fitted.predicted_peak == fitted.plan.total_bytes <= budget
         assert fitted.predicted_host == fitted.plan.host_peak_bytes <= host_budget
         assert is_on_host(fitted.choice) == (fitted.predicted_host > 0)
-    assert fits
+    assert fits > count // 2
 
 
 def test_a_larger_host_budget_is_never_slower_or_larger(trained):
