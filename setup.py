@@ -4,7 +4,8 @@ Where no nvcc >= 12.8 is installed, NVIDIA's compiler packages from PyPI become 
 They are of CUDA 13, and what they build needs driver R580; a toolkit 12.8 or 12.9 builds for R530.
 HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler, or without
 the header of cuBLAS, unless HEADROOM_CUBLAS=0 builds without products of matrices on CUDA;
-HEADROOM_CUDA_ARCHS="90" builds device code for fewer GPUs; MAX_JOBS limits the parallel jobs.
+HEADROOM_CUDA_ARCHS="80 90" builds device code for other GPUs than those here, "all" for all;
+MAX_JOBS limits the parallel jobs.
 HEADROOM_WHEEL="manylinux_2_28_x86_64" makes a wheel for every Python on that platform, without
 headroom._C, as .ci/wheels does with libraries of that glibc.
 """
@@ -27,6 +28,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
+ALL_ARCHS = "75;80;86;90;100;120"
 PLATFORM = os.environ.get("HEADROOM_WHEEL")  # of a wheel for every Python
 CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
 CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
@@ -127,6 +129,32 @@ def cublas_include(major):
     return str(headers[0].locate().resolve().parent) if headers else None
 
 
+def cuda_archs(nvcc):
+    """The GPUs that a build is for: those that are asked for, else all in a wheel, else those here.
+
+    Without a GPU here it is the oldest, whose portable code the driver of any GPU compiles, since
+    building for all takes longer. With one that the compiler does not know it is all.
+    """
+    asked = os.environ.get("HEADROOM_CUDA_ARCHS") or ("all" if PLATFORM else "")
+    if asked:
+        return ALL_ARCHS if asked == "all" else asked
+    here = sorted(int(number.replace(".", "")) for number in gpus_here())
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    if not all(f"compute_{number}" in known for number in here):
+        return ALL_ARCHS
+    return ";".join(map(str, here)) or ALL_ARCHS.split(";")[0]
+
+
+def gpus_here():
+    """The compute capabilities of the GPUs of this machine, such as "8.6"."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # there is no driver
+        return set()
+    return set(re.findall(r"^(\d+\.\d)$", said, re.MULTILINE))
+
+
 def cmake_options(build):
     cuda = {"0": "OFF", "1": "ON"}.get(os.environ.get("HEADROOM_CUDA", ""), "AUTO")
     nvcc = None if cuda == "OFF" else system_nvcc() or pypi_nvcc(build / "cuda")
@@ -149,8 +177,7 @@ def cmake_options(build):
     if nvcc:
         options["CMAKE_CUDA_COMPILER"] = nvcc
         options["HEADROOM_CUBLAS_INCLUDE"] = cublas_include(release_of(nvcc)[0]) or ""
-        default = "75;80;86;90;100;120"
-        options["HEADROOM_CUDA_ARCHS"] = os.environ.get("HEADROOM_CUDA_ARCHS") or default
+        options["HEADROOM_CUDA_ARCHS"] = cuda_archs(nvcc)
     return options
 
 
@@ -215,10 +242,13 @@ class CleanBuildPy(build_py):
         super().run()
 
 
-# Packages that are imported without headroom: by pytest, and to say why headroom cannot be.
+# Packages that are imported without headroom: by pytest, to say why headroom cannot be, and before
+# torch.
 OUTSIDE = {
     "headroom_pytest": "ops/memory/pytest_plugin",
     "headroom_command": "ops/cli/command_line",
+    "headroom_rehearsal": "ops/rehearsal",
+    "headroom_rehearsal.sources": "rehearsal",
 }
 
 
@@ -251,7 +281,11 @@ if __name__ == "__main__":
         license="BSD-3-Clause",
         package_dir={"headroom": "ops", **OUTSIDE},
         packages=["headroom", *OUTSIDE] + [f"headroom.{name}" for name in inner_packages()],
-        package_data={"headroom": ["py.typed"], "headroom.reports": ["page-files/*"]},
+        package_data={
+            "headroom": ["py.typed"],
+            "headroom.reports": ["page-files/*"],
+            "headroom_rehearsal.sources": ["*.h", "*.c", "*.cpp"],
+        },
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={
             "bdist_wheel": WheelForEveryPython,

@@ -243,7 +243,7 @@ def show_summary(found: dict[str, Any]) -> None:
 
 def picture(row: dict[str, Any], ladder: Any, path: Path) -> None:
     """Draws what torch's checkpoint takes beside our frontier, both as measured."""
-    from headroom._core.frontier_chart import Series, draw_frontier
+    from headroom.fitting.frontier_chart import Series, draw_frontier
 
     words = {None: "no checkpoint", 1: "every block"}
     torchs = [

@@ -422,19 +422,19 @@ def streamed(quick: bool) -> Case:
 
     def setup(device: torch.device) -> dict[str, Any]:
         import headroom
-        from headroom.host import weights
         from headroom.host.schedule import measured, streamed_step
+        from headroom.host.streaming import Stream
 
         link, x, made = Throttled(LINK), torch.randn(rows, width), _towers(width)
         away, resident = made(), made()
-        whole = weights.engine_of
+        whole = Stream.engine_of
 
         def step_away() -> None:
-            weights.engine_of = lambda device: link
+            Stream.engine_of = staticmethod(lambda device: link)
             try:
                 _passes(away, x)
             finally:
-                weights.engine_of = whole
+                Stream.engine_of = staticmethod(whole)
 
         headroom.patch(away, weights="host", norms=False)
         step_away()

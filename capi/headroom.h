@@ -41,7 +41,7 @@
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
- *                               hr_linear_cross_entropy_join, hr_linear_cross_entropy_query
+ *                               hr_linear_cross_entropy_query
  *
  * Words
  * -----
@@ -2183,7 +2183,6 @@ typedef struct hr_linear_cross_entropy_config {
     int32_t target_bytes; /* 8: targets are int64_t; 4: int32_t */
     hr_cross_entropy_reduction reduction;
     hr_linear_cross_entropy_mode mode;
-    int32_t round_each_chunk;    /* 1: the gradient of weight is rounded after each chunk of rows */
     int32_t add_to_weight_grads; /* 1: gradients of weight and bias are added to what is there */
     int32_t allow_tf32, allow_reduced_precision_reduction, deterministic; /* as in hr_gemm_config */
     int64_t ignore_index;
@@ -2192,9 +2191,6 @@ typedef struct hr_linear_cross_entropy_config {
     double z_loss;          /* >= 0, finite; 0: none */
     double logit_scale;     /* finite, not 0 */
     int64_t sequence;       /* 0, or rows per sequence: a row then takes the target of the next */
-    int64_t first_class;    /* of the part of the classes that weight holds */
-    int64_t all_classes;    /* of which weight holds a part; 0: it holds all */
-    int64_t most_counted;   /* at least as many rows as count; -1: not known */
     size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
     int32_t check_target;   /* 1: the targets are checked on CUDA too, for which the call waits */
     int32_t capability;     /* 10 times that of the GPU to plan for, 90 for 9.0; 0: exec's device */
@@ -2202,17 +2198,17 @@ typedef struct hr_linear_cross_entropy_config {
      * It has no gradient. NULL: inputs->weight */
     const hr_matrix *matrix;
     /* Of hr_linear_cross_entropy_backward(), f32 [rows]: the gradient of the entropy of row i is
-     * dentropy[i * dentropy_stride], and entropy is what the forward call has written, or of parts of
-     * the classes that over all. NULL: no gradient comes from it */
+     * dentropy[i * dentropy_stride], and entropy is what the forward call has written. NULL: no
+     * gradient comes from it */
     const float *entropy, *dentropy;
     int64_t dentropy_stride; /* 0: one number for all rows */
 } hr_linear_cross_entropy_config;
 
-#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
-    {                                                                                              \
-        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                 \
-            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0, \
-            0, 0, NULL, NULL, NULL, 0                                                              \
+#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                       \
+    {                                                                                             \
+        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                \
+            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, 0, NULL, \
+            NULL, NULL, 0                                                                         \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -2221,7 +2217,7 @@ typedef struct hr_linear_cross_entropy_inputs {
     hr_rows weight;            /* [classes, features] */
     const void *bias;          /* [classes] */
     const void *target;        /* [rows], int64_t or int32_t as config->target_bytes says */
-    const float *class_weight; /* [all_classes] */
+    const float *class_weight; /* [classes] */
     const float *token_weight; /* [rows]: a factor for each target, where the target lies */
     const float *denominator;  /* [1]: what the sum is divided by, instead of config->reduction's */
 } hr_linear_cross_entropy_inputs;
@@ -2230,14 +2226,13 @@ typedef struct hr_linear_cross_entropy_inputs {
  * 0, and -1 in argmax and rank. */
 typedef struct hr_linear_cross_entropy_rows {
     float *loss;
-    float *lse, *lse_low; /* as in hr_cross_entropy_forward(), over the classes that weight holds */
-    float *target_logit;  /* after the softcap; 0 if weight does not hold the target */
-    float *weighted;      /* the sum of class_weight * z over the classes that weight holds */
-    float *largest;       /* of the logits */
-    float *entropy;       /* lse - sum of p_j z_j */
-    int64_t *argmax;      /* the first class with the largest logit, counted from first_class */
-    int64_t *rank;        /* how many classes have a larger logit than the target */
-    float *mean_logit;    /* the mean of z over the classes that weight holds */
+    float *lse, *lse_low;    /* as in hr_cross_entropy_forward() */
+    float *target_logit;     /* after the softcap */
+    float *largest;          /* of the logits */
+    float *entropy;          /* lse - sum of p_j z_j */
+    int64_t *argmax;         /* the first class with the largest logit */
+    int64_t *rank;           /* how many classes have a larger logit than the target */
+    float *mean_logit;       /* the mean of z over the classes */
     float *log_sum_sq_probs; /* log of the sum of p_j^2 over these */
 } hr_linear_cross_entropy_rows;
 
@@ -2296,8 +2291,7 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * (z is added, and not taken off a rounded row) with D the sum of token_weight * w_y and n the sum of token_weight over the rows that count, 1 and
  * 1 for HR_REDUCE_SUM, and both the denominator where one is given. Logits are binary32 and are
  * computed for some rows or some classes at a time. Rows that are ignored are left out of the
- * products: on the CPU always, on CUDA, where nobody waits for their number, all products have the
- * rows of config->most_counted. If more rows count than that, everything is NaN.
+ * products on the CPU; on CUDA, where nobody waits for their number, products are of all rows.
  *
  * The gradient of weight is summed over chunks of rows in binary32, where grad_dtype is bf16 in two
  * halves: the upper ones are the gradient itself.
@@ -2322,12 +2316,8 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * rows may be 0; features and classes are 1 or more.
  * workspace  at a multiple of 16 bytes, of as many bytes as hr_linear_cross_entropy_query() says
  *
- * With several parts of the classes (all_classes is not classes), lse and argmax are those of the
- * part. The loss comes from hr_linear_cross_entropy_join(), and gradients from the backward function
- * with the lse over all parts. rank needs all classes at once, which is TOKENS.
- *
- * Each device repeats itself bit for bit. Sources: Wijmans et al.,
- * arXiv:2411.09009; and those of hr_cross_entropy_forward().
+ * rank needs all classes at once, which is TOKENS. Each device repeats itself bit for bit. Sources:
+ * Wijmans et al., arXiv:2411.09009; and those of hr_cross_entropy_forward().
  *
  * Errors: HR_INVALID_ARGUMENT, on the CPU also if a target is neither ignore_index nor a class; the
  * first such row is named. On CUDA, where nobody waits for the targets, the row is NaN, unless
@@ -2343,31 +2333,10 @@ HR_API hr_status hr_linear_cross_entropy(
     void *workspace, size_t workspace_bytes, const hr_exec *exec);
 
 /*
- * hr_linear_cross_entropy_join: the loss from what hr_linear_cross_entropy() has written for each
- * part of the classes, each of which may lie on another device. The formulas are those above, over all
- * classes; with one part the results are those of that call but for the rounding of its results.
- *
- * result, factors  out: as above
- * rows_out   out, host: loss, lse, lse_low, target_logit and weighted; the others are NULL
- * parts      in: f32 [rows, 4 * part_count]: of each row and part lse, lse_low, target_logit and
- *            weighted, which may be 0 without label_smoothing. A part without classes has minus
- *            infinity, 0, 0 and 0
- * inputs     in, host: target, class_weight, token_weight and denominator; the others are not read
- * config     all_classes is how many all parts have; check_target and matrix are not read
- * workspace  as hr_linear_cross_entropy_query() says for one feature and one class
- * Errors: as for hr_linear_cross_entropy.
- */
-HR_API hr_status hr_linear_cross_entropy_join(
-    float *result, float *factors, const hr_linear_cross_entropy_rows *rows_out,
-    const hr_rows *parts, int64_t part_count, const hr_linear_cross_entropy_inputs *inputs,
-    int64_t rows, const hr_linear_cross_entropy_config *config, void *workspace,
-    size_t workspace_bytes, const hr_exec *exec);
-
-/*
  * hr_linear_cross_entropy_backward: the gradients from the forward pass's lse, with logits that are
  * computed again: dloss[i * dloss_stride] is the gradient of the loss of row i, which factors and
- * token_weight multiply. lse may be that of all parts of the classes. config->dentropy is the gradient
- * of the entropy of a row, H, which nothing multiplies: it adds
+ * token_weight multiply. config->dentropy is the gradient of the entropy of a row, H, which nothing
+ * multiplies: it adds
  *
  *     -dentropy * p_j (log p_j + H)                       to the gradient of logit j
  *

@@ -1,6 +1,6 @@
 """Draws peaks against the time of a step: what `headroom.fit` can choose, and measured rungs."""
 
-from headroom._core.frontier_chart import label_points
+from headroom.fitting.frontier_chart import label_points
 from matplotlib.axes import Axes
 
 from style import FAINT, INK, Unit, is_torch, plain

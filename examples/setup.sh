@@ -64,8 +64,9 @@ fingerprint() {
         echo "$asked_for"
         "$python" -c 'import sys; from importlib.metadata import version
 print(sys.version, version("torch"), version("headroom"))'
-        find capi kernels torch_ext ops setup.py pyproject.toml CMakeLists.txt examples/setup.sh \
-            -type f ! -name '*.pyc' ! -name '*.so*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+        find capi kernels torch_ext ops rehearsal setup.py pyproject.toml CMakeLists.txt \
+            examples/setup.sh -type f ! -name '*.pyc' ! -name '*.so*' -print0 |
+            LC_ALL=C sort -z | xargs -0 sha256sum
     ) 2>/dev/null | sha256sum
 }
 

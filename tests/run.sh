@@ -3,10 +3,11 @@
 #
 #   bash tests/run.sh          what shows a regression soon: every test, with every value of its
 #                              parameters; without what is marked slow
-#   bash tests/run.sh full     every pair of these values, the slow tests, the sanitizers, the PTX of
-#                              three architectures, and 64-bit Arm
+#   bash tests/run.sh full     the slow tests too, the sanitizers, the PTX of three architectures, and
+#                              64-bit Arm
+#   bash tests/run.sh pairs    the same with every pair of these values, before a release
 #
-# On 2 cores the first takes 10 to 20 minutes with torch's installation, and the second an hour. Both
+# On 2 cores the first takes 10 to 20 minutes with torch's installation, and the second an hour. All
 # end by saying what took longest.
 set -euo pipefail
 
@@ -24,13 +25,16 @@ case ${1:-} in
     # Without a GPU the code for one is enough to see what the compiler makes of the kernels.
     [ -e /dev/nvidiactl ] || export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-90}"
     ;;
-full)
+full | pairs)
     sanitized=ON
-    select=(--sample 2)
+    # The kernels' budgets, and what a wheel has, are of all architectures.
+    export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-all}"
+    select=(--sample 1)
+    [ "$1" = full ] || select=(--sample 2)
     # All of the PTX once; of other architectures what nearly every kernel does with small cases.
     c_select=(-E 'ptx.(some.90|whole.(75|120))')
     ;;
-*) echo "usage: tests/run.sh [full]" >&2 && exit 2 ;;
+*) echo "usage: tests/run.sh [full | pairs]" >&2 && exit 2 ;;
 esac
 
 stages=()
@@ -118,6 +122,19 @@ python_tests() {
         --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"
 }
 
+# torch's CUDA half and ours, on a device made of software: all that is queued there runs as late as it
+# may, and accesses in no order fail a test.
+on_software_device() {
+    if [ ! -e "$build"/tests/rehearsal/libheadroom.so ]; then
+        echo "left out: that takes nvcc >= 12.8"
+    elif ! "$venv/bin/python" -c 'import sys, torch.version as v; sys.exit(v.cuda is None)'; then
+        echo "left out: torch is built without CUDA"
+    else
+        HEADROOM_SOFTWARE_DEVICE="late ordered devices=2" python_tests \
+            -p headroom_rehearsal.pytest_plugin -m "cuda and not slow" "$@"
+    fi
+}
+
 # Most people's processors have AVX2 and no more.
 with_avx2() {
     HEADROOM_CPU_LEVEL=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 "$@"
@@ -131,6 +148,11 @@ stage "C tests: build" build_c_tests
 stage "C tests" c_tests
 if [ "$sanitized" = ON ] && [ "$(uname -m)" = x86_64 ]; then
     stage "C tests of 64-bit Arm, emulated" aarch64
+fi
+stage "Python tests on the software device" on_software_device tests/python/rehearsal
+if [ "$sanitized" = ON ]; then
+    # Apart, since those above find a device on which nothing is allocated.
+    stage "Python tests of ops on the software device" on_software_device tests/python/{amp,core,data,grad}
 fi
 if [ "$sanitized" = OFF ] && grep -qs avx512f /proc/cpuinfo; then
     ops=(tests/python/{amp,functional,grad,optim})

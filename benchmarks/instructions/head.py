@@ -41,11 +41,10 @@ class Config(ctypes.Structure):
     _fields_ = (
         [("size", ctypes.c_size_t), ("dtype", ctypes.c_int), ("grad_dtype", ctypes.c_int)]
         + [("target_bytes", ctypes.c_int32), ("reduction", ctypes.c_int), ("mode", ctypes.c_int)]
-        + [(f"flag_{i}", ctypes.c_int32) for i in range(5)]
+        + [(f"flag_{i}", ctypes.c_int32) for i in range(4)]
         + [("ignore_index", ctypes.c_int64)]
         + [(name, ctypes.c_double) for name in ("smoothing", "softcap", "z_loss", "logit_scale")]
-        + [(name, ctypes.c_int64) for name in ("sequence", "first_class", "all_classes")]
-        + [("most_counted", ctypes.c_int64), ("workspace_limit", ctypes.c_size_t)]
+        + [("sequence", ctypes.c_int64), ("workspace_limit", ctypes.c_size_t)]
         + [("check_target", ctypes.c_int32), ("capability", ctypes.c_int32)]
     )
 
@@ -64,7 +63,7 @@ class Needs(ctypes.Structure):
 def needs_of(library: Path, gpu: Gpu, rows: int, features: int, classes: int, mode: int) -> Needs:
     """Returns what the library would do on the GPU for bfloat16, with all gradients."""
     config = Config(dtype=BF16, grad_dtype=BF16, target_bytes=8, mode=mode, logit_scale=1.0)
-    config.size, config.most_counted, config.capability = ctypes.sizeof(Config), -1, gpu.capability
+    config.size, config.capability = ctypes.sizeof(Config), gpu.capability
     needs, where = Needs(), (ctypes.c_int64 * 2)(0, 0)  # device 0, no stream
     query = ctypes.CDLL(str(library)).hr_linear_cross_entropy_query
     sizes = [ctypes.c_int64(size) for size in (rows, features, classes)]

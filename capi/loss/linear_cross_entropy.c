@@ -16,13 +16,12 @@ static hr_status check_flags(const char *function, const lce_config *own)
     const struct {
         const char *name;
         int32_t flag;
-    } flags[] = {{"round_each_chunk", own->round_each_chunk},
-                 {"add_to_weight_grads", own->add_to_weight_grads},
+    } flags[] = {{"add_to_weight_grads", own->add_to_weight_grads},
                  {"allow_tf32", own->allow_tf32},
                  {"allow_reduced_precision_reduction", own->allow_reduced_precision_reduction},
                  {"deterministic", own->deterministic},
                  {"check_target", own->check_target}};
-    for (int i = 0; i < 6; i++)
+    for (int i = 0; i < 5; i++)
         HR_TRY(hr_check_flag(function, flags[i].name, flags[i].flag));
     return HR_OK;
 }
@@ -41,7 +40,7 @@ static hr_cross_entropy_config loss_config(const lce_config *own)
 }
 
 static hr_status check_config(const char *function, lce_config *own, const lce_config *config,
-                              int64_t rows, int64_t classes)
+                              int64_t rows)
 {
     HR_REQUIRE(config, "%s: config is NULL", function);
     HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
@@ -71,19 +70,6 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     HR_REQUIRE(own->sequence >= 0 && (own->sequence == 0 || rows % own->sequence == 0),
                "%s: config->sequence is %" PRId64 ", wanted 0 or a divisor of rows (%" PRId64 ")",
                function, own->sequence, rows);
-    if (own->all_classes == 0)
-        own->all_classes = classes;
-    HR_REQUIRE(own->all_classes >= classes && own->all_classes <= MOST_ELEMENTS,
-               "%s: config->all_classes is %" PRId64 ", wanted classes (%" PRId64 ") to 2^56",
-               function, own->all_classes, classes);
-    HR_REQUIRE(own->first_class >= 0 && own->first_class <= own->all_classes - classes,
-               "%s: config->first_class is %" PRId64 ", wanted 0 to %" PRId64
-               ", with which the classes are among all",
-               function, own->first_class, own->all_classes - classes);
-    HR_REQUIRE(own->most_counted >= -1,
-               "%s: config->most_counted is %" PRId64
-               ", wanted a number of rows, or -1 where it is not known",
-               function, own->most_counted);
     return HR_OK;
 }
 
@@ -128,13 +114,11 @@ static hr_status check_inputs(lce_call *call)
     const hr_linear_cross_entropy_inputs *const in = &call->inputs;
     const char *const function = call->function;
     const hr_dtype dtype = call->config.dtype;
-    if (call->part_count == 0) {
-        HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
-        if (!call->config.matrix)
-            HR_TRY(hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features,
-                                 dtype));
-        HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
-    }
+    HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
+    if (!call->config.matrix)
+        HR_TRY(
+            hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features, dtype));
+    HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
     HR_TRY(hr_check_vector(function, "inputs->class_weight", in->class_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->token_weight", in->token_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->denominator", in->denominator, HR_F32));
@@ -211,12 +195,10 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
     lce_config *const own = &call->config;
     *own = (lce_config)HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
     HR_TRY(check_lce_sizes(call->function, rows, features, classes));
-    HR_TRY(check_config(call->function, own, config, rows, classes));
+    HR_TRY(check_config(call->function, own, config, rows));
     HR_TRY(hr_check_exec(call->function, exec));
     HR_REQUIRE(inputs, "%s: inputs is NULL", call->function);
     call->inputs = *inputs;
-    if (call->part_count > 0)
-        own->matrix = NULL;
     HR_TRY(
         check_matrix(call->function, own, &call->matrix, &call->inputs.weight, features, classes));
     if (grads)
@@ -227,8 +209,7 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
                                             .weight = inputs->class_weight,
                                             .rows = rows,
                                             .classes = classes,
-                                            .first = own->first_class,
-                                            .all = own->all_classes};
+                                            .all = classes};
     call->listing.ce.config = loss_config(own);
     call->listing.sequence = own->sequence;
     call->listing.token_weight = inputs->token_weight;
@@ -249,27 +230,15 @@ static hr_status check_rows_out(const lce_call *call)
                    {"rows_out->lse", out->lse, HR_F32},
                    {"rows_out->lse_low", out->lse_low, HR_F32},
                    {"rows_out->target_logit", out->target_logit, HR_F32},
-                   {"rows_out->weighted", out->weighted, HR_F32},
                    {"rows_out->largest", out->largest, HR_F32},
                    {"rows_out->entropy", out->entropy, HR_F32},
                    {"rows_out->argmax", out->argmax, HR_F64},
                    {"rows_out->rank", out->rank, HR_F64},
                    {"rows_out->mean_logit", out->mean_logit, HR_F32},
                    {"rows_out->log_sum_sq_probs", out->log_sum_sq_probs, HR_F32}};
-    for (int i = 0; i < 11; i++)
+    for (int i = 0; i < 10; i++)
         HR_TRY(
             hr_check_vector(call->function, vectors[i].name, vectors[i].vector, vectors[i].dtype));
-    const int joins = call->part_count > 0;
-    HR_REQUIRE(!joins || (!out->largest && !out->entropy && !out->argmax && !out->rank &&
-                          !out->mean_logit && !out->log_sum_sq_probs),
-               "%s: rows_out->largest, entropy, argmax, rank, mean_logit or log_sum_sq_probs is "
-               "given, wanted NULL: parts does not say",
-               call->function);
-    const int is_part = !joins && call->config.all_classes != call->sizes.classes;
-    HR_REQUIRE(!is_part || (!out->loss && !out->rank && !call->result && !call->wanted),
-               "%s: result, grads, rows_out->loss or rows_out->rank is given, but weight holds "
-               "%" PRId64 " of %" PRId64 " classes; they need the lse of all",
-               call->function, call->sizes.classes, call->config.all_classes);
     HR_REQUIRE(!out->rank || call->sizes.tile == call->sizes.classes,
                "%s: rows_out->rank is given, which needs all classes at once: wanted config->mode "
                "1, and a larger config->workspace_limit where it is 0",
@@ -297,32 +266,6 @@ hr_status hr_linear_cross_entropy(float *result, float *factors, float *scale,
     call.listing.factors = factors;
     call.listing.scale = scale;
     call.listing.keeps_range = call.config.dtype == HR_F16 && scale;
-    call.listing.denominator = inputs->denominator;
-    return lce_run(&call);
-}
-
-hr_status hr_linear_cross_entropy_join(float *result, float *factors,
-                                       const hr_linear_cross_entropy_rows *rows_out,
-                                       const hr_rows *parts, int64_t part_count,
-                                       const hr_linear_cross_entropy_inputs *inputs, int64_t rows,
-                                       const lce_config *config, void *workspace,
-                                       size_t workspace_bytes, const hr_exec *exec)
-{
-    lce_call call = {
-        .function = "hr_linear_cross_entropy_join", .result = result, .part_count = part_count};
-    HR_REQUIRE(part_count >= 1 && part_count <= MOST_ELEMENTS / LCE_OF_A_PART,
-               "%s: part_count is %" PRId64 ", wanted 1 to 2^54", call.function, part_count);
-    HR_TRY(check_call(&call, NULL, inputs, rows, 1, 1, config, exec));
-    HR_TRY(
-        hr_check_logits(call.function, "parts", parts, rows, part_count * LCE_OF_A_PART, HR_F32));
-    call.parts = *parts;
-    HR_TRY(hr_check_vector(call.function, "result", result, HR_F32));
-    HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
-    if (rows_out)
-        call.out = *rows_out;
-    HR_TRY(check_rows_out(&call));
-    HR_TRY(check_workspace(&call, workspace, workspace_bytes));
-    call.listing.factors = factors;
     call.listing.denominator = inputs->denominator;
     return lce_run(&call);
 }
@@ -376,7 +319,7 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
     HR_REQUIRE(needs, "%s: needs is NULL", function);
     HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(check_lce_sizes(function, rows, features, classes));
-    HR_TRY(check_config(function, &own, config, rows, classes));
+    HR_TRY(check_config(function, &own, config, rows));
     HR_TRY(check_matrix(function, &own, &matrix, &weight, features, classes));
     if (!exec || own.capability == 0) /* else it may name a GPU that is not there */
         HR_TRY(hr_check_exec(function, exec));

@@ -13,11 +13,10 @@
 
 typedef struct lce_sizes {
     int64_t rows, features, classes;
-    int64_t capacity; /* rows of the list */
-    int64_t chunk;    /* rows whose logits exist at a time */
-    int64_t tile;     /* classes of which they exist */
-    int64_t pitch;    /* elements from a row of logits to the next */
-    int64_t panel;    /* classes whose weights, or their gradients, exist in another type */
+    int64_t chunk; /* rows whose logits exist at a time */
+    int64_t tile;  /* classes of which they exist */
+    int64_t pitch; /* elements from a row of logits to the next */
+    int64_t panel; /* classes whose weights, or their gradients, exist in another type */
     int on_cpu;
     hr_dtype computed; /* type of the factors of products */
     hr_linear_cross_entropy_mode mode;
@@ -53,8 +52,6 @@ typedef struct lce_call {
     lce_sizes sizes;
     lce_layout layout;
     lce_listing listing;
-    hr_rows parts; /* what parts of the classes have seen: hr_linear_cross_entropy_join() */
-    int64_t part_count;
     uint32_t wanted;
     int32_t is_backward; /* lse is given */
     float *result;

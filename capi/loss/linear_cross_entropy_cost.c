@@ -32,12 +32,12 @@ static double product_seconds(const lce_rates *rates, double operations, double 
 double lce_seconds(const lce_sizes *s, uint32_t wanted,
                    const hr_linear_cross_entropy_config *config, const lce_rates *rates)
 {
-    if (s->capacity == 0)
+    if (s->rows == 0)
         return 0.0;
-    const double chunks = (double)(s->capacity / s->chunk + (s->capacity % s->chunk != 0));
+    const double chunks = (double)(s->rows / s->chunk + (s->rows % s->chunk != 0));
     const double tiles = (double)(s->classes / s->tile + (s->classes % s->tile != 0));
     /* Of a part: a chunk of rows and a tile of classes. */
-    const double rows = (double)s->capacity / chunks, classes = (double)s->classes / tiles;
+    const double rows = (double)s->rows / chunks, classes = (double)s->classes / tiles;
     const double element = (double)hr_dtype_size(s->computed);
     const double grad = (double)hr_dtype_size(config->grad_dtype);
     const double logits = rows * classes;

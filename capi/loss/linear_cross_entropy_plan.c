@@ -49,17 +49,17 @@ static void cut(lce_sizes *s, hr_linear_cross_entropy_mode mode,
         const double floor = s->on_cpu ? 32 * MIB : 256 * MIB;
         limit = limit < floor ? floor : limit;
         if (mode == HR_LINEAR_CROSS_ENTROPY_VOCABULARY) {
-            const double copies = ((double)hr_dtype_size(s->computed) + 4.0) * (double)s->capacity *
-                                  (double)s->features;
+            const double copies =
+                ((double)hr_dtype_size(s->computed) + 4.0) * (double)s->rows * (double)s->features;
             limit -= copies < 0.5 * limit ? copies : 0.5 * limit;
         }
     }
     const double floats = limit / 4.0 < 1e18 ? limit / 4.0 : 1e18;
     s->mode = mode;
-    s->chunk = most(s->capacity, 1);
+    s->chunk = most(s->rows, 1);
     s->tile = s->classes;
     if (mode == HR_LINEAR_CROSS_ENTROPY_TOKENS)
-        s->chunk = part_of(s->capacity, (int64_t)(floats / (double)s->classes));
+        s->chunk = part_of(s->rows, (int64_t)(floats / (double)s->classes));
     else
         s->tile = part_of(s->classes, most((int64_t)(floats / (double)s->chunk), QUANTUM));
     s->pitch = rounded_up(s->tile, QUANTUM);
@@ -79,12 +79,11 @@ hr_status lce_sizes_of(lce_sizes *sizes, int64_t rows, int64_t features, int64_t
         HR_RUN(hr_cuda_capability(exec->device, &capability));
 #endif
     lce_sizes s = {.rows = rows, .features = features, .classes = classes, .on_cpu = on_cpu};
-    s.capacity = on_cpu || config->most_counted < 0 ? rows : least(rows, config->most_counted);
     s.computed = on_cpu ? HR_F32 : config->dtype;
     const int is_chosen = config->mode != HR_LINEAR_CROSS_ENTROPY_AUTO;
     cut(&s, is_chosen ? config->mode : HR_LINEAR_CROSS_ENTROPY_TOKENS, config);
     *sizes = s;
-    if (is_chosen || s.chunk >= s.capacity)
+    if (is_chosen || s.chunk >= s.rows)
         return HR_OK;
     cut(&s, HR_LINEAR_CROSS_ENTROPY_VOCABULARY, config);
     const lce_rates rates = lce_rates_of(capability, config);
@@ -98,7 +97,7 @@ hr_status lce_sizes_of(lce_sizes *sizes, int64_t rows, int64_t features, int64_t
 
 int lce_sums_in_halves(const lce_sizes *s, const hr_linear_cross_entropy_config *config)
 {
-    return config->grad_dtype != HR_F32 && s->capacity > s->chunk && !config->round_each_chunk;
+    return config->grad_dtype != HR_F32 && s->rows > s->chunk;
 }
 
 hr_gemm_config lce_gemm_config(const hr_linear_cross_entropy_config *config, hr_dtype dtype)
@@ -150,13 +149,13 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
     const int halves = weight && lce_sums_in_halves(s, config);
     *layout = (lce_layout){0};
     layout->totals = take(layout, 1, 1, 1, sizeof(lce_totals));
-    layout->index = take(layout, 1, s->capacity, 1, sizeof(int64_t));
-    layout->target = take(layout, 1, s->capacity, 1, sizeof(int64_t));
-    layout->scale = take(layout, 1, s->capacity, 1, sizeof(float));
-    layout->dloss = take(layout, 1, s->capacity, 1, sizeof(float));
-    layout->loss = take(layout, 1, s->capacity, 1, sizeof(float));
-    layout->lse = take(layout, 1, s->capacity, 1, sizeof(float));
-    layout->lse_low = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->index = take(layout, 1, s->rows, 1, sizeof(int64_t));
+    layout->target = take(layout, 1, s->rows, 1, sizeof(int64_t));
+    layout->scale = take(layout, 1, s->rows, 1, sizeof(float));
+    layout->dloss = take(layout, 1, s->rows, 1, sizeof(float));
+    layout->loss = take(layout, 1, s->rows, 1, sizeof(float));
+    layout->lse = take(layout, 1, s->rows, 1, sizeof(float));
+    layout->lse_low = take(layout, 1, s->rows, 1, sizeof(float));
     layout->seen = take(layout, 1, s->chunk, 1, sizeof(ce_seen));
     layout->parts = take(layout, !s->on_cpu, ce_parts(s->rows), 1, sizeof(ce_totals));
     layout->hidden = take(layout, 1, s->chunk, s->features, hr_dtype_size(s->computed));

@@ -51,7 +51,7 @@ static cross_entropy_args rows_of(const lce_call *call, const lce_part *part)
     a.given_sum = &list->totals->weight_sum;
     a.rows = part->rows;
     a.classes = part->classes;
-    a.first = call->config.first_class + part->class;
+    a.first = part->class;
     a.config.target_bytes = 8;
     a.config.dtype = HR_F32;
     a.config.grad_dtype = call->sizes.computed;
@@ -141,8 +141,6 @@ static hr_status end_rows(const lce_call *call, const lce_part *part)
 {
     const lce_ending ending = {.ce = rows_of(call, part),
                                .seen = (const ce_seen *)at(call, call->layout.seen),
-                               .parts = call->parts,
-                               .part_count = call->part_count,
                                .classes = call->sizes.classes,
                                .list = call->listing.list,
                                .first = part->first,
@@ -263,8 +261,6 @@ static hr_status gradients(const lce_call *call, const lce_part *part)
 static hr_status run_chunk(const lce_call *call, lce_part part)
 {
     const lce_sizes *const s = &call->sizes;
-    if (call->part_count > 0) /* the logits were seen elsewhere */
-        return end_rows(call, &part);
     const hr_rows hidden = hidden_of(call);
     const lce_move move = {.to = hidden,
                            .from = call->inputs.hidden,
@@ -345,15 +341,15 @@ hr_status lce_run(lce_call *call)
                        .loss = (float *)at(call, layout->loss),
                        .lse = (float *)at(call, layout->lse),
                        .lse_low = (float *)at(call, layout->lse_low),
-                       .capacity = s->capacity,
+                       .capacity = s->rows,
                        .totals = (lce_totals *)at(call, layout->totals)};
     call->listing.out = call->out;
     call->listing.counts = (lce_counts *)at(call, layout->parts);
     HR_ON_DEVICE(call->exec, lce_list_rows, &call->listing);
     /* On CUDA nobody waits for the count: all rows of the list are multiplied. */
-    const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->capacity;
+    const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->rows;
     HR_RUN(zero_gradients(call, counted));
-    if (call->inputs.bias && call->part_count == 0)
+    if (call->inputs.bias)
         HR_ON_DEVICE(call->exec, lce_scale, (float *)at(call, layout->bias), call->inputs.bias,
                      call->config.logit_scale, s->classes, call->config.dtype);
     const int64_t chunks = counted / s->chunk + (counted % s->chunk != 0);

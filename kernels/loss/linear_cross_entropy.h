@@ -24,7 +24,7 @@ typedef struct lce_list {
     float *scale;                /* token_weight */
     float *dloss;                /* the gradient of its loss, with token_weight */
     float *loss, *lse, *lse_low; /* loss: without the z-loss */
-    int64_t capacity;
+    int64_t capacity;            /* as many as there are rows */
     lce_totals *totals;
 } lce_list;
 
@@ -53,16 +53,11 @@ typedef struct lce_seeing {
     ce_wants wants;
 } lce_seeing;
 
-/* Of each part of the classes and row in hr_linear_cross_entropy_join(). */
-enum { LCE_LSE, LCE_LSE_LOW, LCE_TARGET_LOGIT, LCE_WEIGHTED, LCE_OF_A_PART };
-
 /* Ends what was seen of rows [first, first + rows) of the list. */
 typedef struct lce_ending {
     cross_entropy_args ce;
     const ce_seen *seen;
-    hr_rows parts; /* [rows, part_count * LCE_OF_A_PART]: what parts of the classes have seen, */
-    int64_t part_count; /* instead of `seen`, or 0 */
-    int64_t classes;    /* that were seen */
+    int64_t classes; /* that were seen */
     lce_list list;
     int64_t first, rows;
     hr_linear_cross_entropy_rows out;
@@ -110,17 +105,15 @@ HR_INLINE float lce_token_weight(const lce_listing *l, int64_t row)
     return l->token_weight ? l->token_weight[row + (l->sequence != 0)] : 1.0f;
 }
 
-/* What the results of a row are until they are computed: NaN, so that a row that finds no place in
- * the list is noticed. */
-HR_INLINE void lce_clear(const lce_listing *l, int64_t row, int is_ignored)
+/* The results of a row that is ignored. */
+HR_INLINE void lce_clear(const lce_listing *l, int64_t row)
 {
     const hr_linear_cross_entropy_rows *const out = &l->out;
-    float *const floats[] = {out->loss,         out->lse,        out->lse_low,
-                             out->target_logit, out->weighted,   out->largest,
-                             out->entropy,      out->mean_logit, out->log_sum_sq_probs};
-    for (int k = 0; k < 9; k++)
+    float *const floats[] = {out->loss,    out->lse,     out->lse_low,    out->target_logit,
+                             out->largest, out->entropy, out->mean_logit, out->log_sum_sq_probs};
+    for (int k = 0; k < 8; k++)
         if (floats[k])
-            floats[k][row] = is_ignored ? 0.0f : NAN;
+            floats[k][row] = 0.0f;
     if (out->argmax)
         out->argmax[row] = -1;
     if (out->rank)
@@ -168,8 +161,6 @@ HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, do
         z_factor = ce_mean_factor(tokens);
         t->is_nan = config->reduction == HR_REDUCE_MEAN && factor == 0.0;
     }
-    if (count > l->list.capacity)
-        factor = z_factor = NAN;
     t->count = count;
     t->weight_sum = weight_sum;
     t->factors[0] = t->used[0] = (float)factor;
@@ -185,32 +176,13 @@ HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, do
         *l->scale = keeps_range ? (float)factor : 1.0f;
 }
 
-/* What all parts of the classes have seen of a row: the sum of exp(lse) is that of their sums. */
-HR_INLINE ce_seen lce_join(const lce_ending *e, int64_t row)
-{
-    const float *const parts = (const float *)e->parts.data + row * e->parts.stride;
-    ce_seen seen = ce_nothing_seen(0);
-    for (int64_t k = 0; k < e->part_count; k++) {
-        const float *const part = parts + k * LCE_OF_A_PART;
-        seen.top = part[LCE_LSE] > seen.top ? part[LCE_LSE] : seen.top;
-        seen.z += part[LCE_TARGET_LOGIT];
-        seen.weighted += (double)part[LCE_WEIGHTED];
-    }
-    for (int64_t k = 0; k < e->part_count; k++) {
-        const float *const part = parts + k * LCE_OF_A_PART;
-        const double less = (double)part[LCE_LSE] - (double)ce_base(seen.top);
-        seen.sums.sum += 1.0 + ce_expm1(less + (double)part[LCE_LSE_LOW]);
-    }
-    return seen;
-}
-
 /* The results of row i of those that end, at its places. */
 HR_INLINE void lce_end(const lce_ending *e, int64_t i)
 {
     const int64_t place = e->first + i, row = e->list.index[place];
     if (row < 0)
         return;
-    const ce_seen seen = e->part_count > 0 ? lce_join(e, row) : e->seen[i];
+    const ce_seen seen = e->seen[i];
     const double sum = seen.sums.sum, lse = ce_lse(seen.top, sum);
     const float low = ce_low(lse);
     const int64_t target = e->list.target[place];
@@ -226,7 +198,6 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
     lce_write(out->lse, row, lse);
     lce_write(out->lse_low, row, (double)low);
     lce_write(out->target_logit, row, (double)seen.z);
-    lce_write(out->weighted, row, seen.weighted);
     lce_write(out->largest, row, (double)seen.top);
     const double mean = sum > 0.0 ? seen.sums.mean / sum : 0.0;
     lce_write(out->entropy, row, lse - ((double)seen.top + mean));

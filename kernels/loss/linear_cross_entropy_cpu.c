@@ -9,10 +9,10 @@ hr_status lce_list_rows_cpu(const lce_listing *l)
     int64_t count = 0;
     for (int64_t row = 0; row < l->ce.rows; row++) {
         const int64_t target = lce_target(l, row);
-        const int is_ignored = ce_is_ignored(&l->ce, target);
-        lce_clear(l, row, is_ignored);
-        if (is_ignored)
+        if (ce_is_ignored(&l->ce, target)) {
+            lce_clear(l, row);
             continue;
+        }
         const double scale = (double)lce_token_weight(l, row);
         weights += scale * ce_weight(&l->ce, target);
         tokens += scale;

@@ -86,11 +86,11 @@ static __global__ void __launch_bounds__(ADDING)
         const bool is_row = row < part.end;
         const int64_t target = is_row ? lce_target(&l, row) : 0;
         const bool counts = is_row && !ce_is_ignored(&l.ce, target);
-        if (is_row)
-            lce_clear(&l, row, !counts);
+        if (is_row && !counts)
+            lce_clear(&l, row);
         int all = 0;
         const int64_t own = place + counted_before(counts, &all);
-        if (counts && own < l.list.capacity)
+        if (counts)
             lce_put(&l, own, row);
         place += all;
     }

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .registration import require
 
@@ -23,6 +23,19 @@ def check_number(name: str, value: Any, wanted: str = "a number") -> None:
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 
+def check_module(model: Any) -> None:
+    """Refuses a model that is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}, wanted an instance of nn.Module")
+
+
+def list_of_names(argument: str, names: Any) -> list[str]:
+    """Returns the names of an argument, and refuses one that is a string or holds none."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument} is {names!r}, wanted a list of names")
+    return [*names]
+
+
 def check_flags(**flags: Any) -> None:
     """Refuses options that are neither True nor False, which would be taken for one of them."""
     for name, value in flags.items():
@@ -32,7 +45,7 @@ def check_flags(**flags: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable[str], owner: str = "") -> None:
     """Refuses an option that is none of ``choices``. ``owner`` begins the message."""
-    if value not in choices:
+    if value not in [*choices]:  # of which a list does not ask for a hash
         raise ValueError(f"{owner}{name} is {value!r}, wanted one of {', '.join(choices)}")
 
 

@@ -51,6 +51,56 @@ def can_drop() -> bool:
     )
 
 
+class Saving:
+    """Follows which operation saves tensors, and whether it may still have to write one of them.
+
+    Most operations save what has been computed. RReLU saves its noise, beside its input, before it
+    draws it, by which the version of the noise does not move.
+
+    Attributes:
+        may_write: whether the operation that saves now has saved a tensor of which
+            :func:`may_be_written` is true.
+        writes: whether it has also saved another tensor of that shape, as functions of elements do:
+            a matrix product that saves frozen weights alone need not be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.may_write = self.writes = False
+        self._operation = -1
+        self._saved: list[tuple[torch.Size, bool]] = []
+
+    def follow(self, x: Tensor) -> bool:
+        """Returns whether the operations before the one that saves ``x`` have ended."""
+        operation = torch.autograd._get_sequence_nr()  # which the next node will get
+        ended = operation != self._operation
+        if ended:
+            self.may_write, self.writes = False, False
+            self._operation, self._saved = operation, []
+        late = may_be_written(x)
+        self.may_write |= late
+        if not x.is_nested and all(type(size) is int for size in x.shape):
+            self.writes |= (x.shape, not late) in self._saved
+            self._saved.append((x.shape, late))
+        return ended
+
+
+def may_be_written(x: Tensor) -> bool:
+    """Returns whether the operation that saves ``x`` may still have to write it: neither a result
+    with a gradient nor a parameter is such a tensor."""
+    return not (x.requires_grad or _is_parameter(x))
+
+
+def check_version(x: Tensor, version: int) -> None:
+    """Raises if ``x`` has been written since it was saved at ``version``: with hooks autograd does
+    not look by itself."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{x.type()} {list(x.shape)}] is at version {x._version}; "
+            f"expected version {version} instead"
+        )
+
+
 class Kept:
     """Stands in autograd in the place of a tensor that is kept.
 
@@ -67,14 +117,8 @@ class Kept:
     def tensor(self) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._held)
-        x = self._held
-        if x._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {x.dtype} tensor of shape {list(x.shape)} is at version "
-                f"{x._version}, wanted version {self._version}, at which it was saved"
-            )
-        return x
+        check_version(self._held, self._version)
+        return self._held
 
 
 class _Token:
@@ -125,9 +169,10 @@ class _Region:
         self._function, self._pack = again(function), pack
         self._given = [(x, 0 if x is None else x._version) for x in inputs]
         self._inputs: list[tuple[Kept | _Token, bool] | None] | None = None
-        self._settings = settings
+        self.settings = settings
         self._parameters = parameters
         self.random: Random | None = None
+        self.count = 0  # of the tensors that it has saved
         self._tokens: list[weakref.ref[_Token]] = []
         # Owned by the backward pass, so that nothing stays when it ends early or raises.
         self._tensors: Callable[[], _Tensors | None] = lambda: None
@@ -181,15 +226,22 @@ class _Region:
             wanted[token.index] = wanted.get(token.index, 0) + 1
         results_wanted = min(wanted) < 0
         found: dict[int, Tensor] = {}
-        count = 0
+        versions: dict[int, int] = {}
+        saving, count = Saving(), 0
+
+        def has_all() -> bool:
+            return not results_wanted and len(found) == len(wanted)
 
         def pack(x: Tensor) -> None:
             nonlocal count
+            if saving.follow(x) and has_all():
+                raise _Enough
             if count in wanted:
-                found[count] = x.detach()
-                if not results_wanted and len(found) == len(wanted):
-                    raise _Enough
+                found[count], versions[count] = x.detach(), x._version
             count += 1
+            may_write = saving.may_write if count < self.count else saving.writes
+            if has_all() and not may_write:
+                raise _Enough
 
         inputs = [
             None if held is None else held[0].tensor().detach().requires_grad_(held[1])
@@ -198,8 +250,8 @@ class _Region:
         with ExitStack() as stack:
             if self.random is not None:
                 stack.enter_context(self.random.restored())
-            if not self._settings.hold():
-                stack.enter_context(self._settings.restored())
+            if not self.settings.hold():
+                stack.enter_context(self.settings.restored())
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda _: None):
                 try:
                     for k, x in enumerate(_results(self._function(*inputs))):
@@ -207,6 +259,8 @@ class _Region:
                             found[~k] = x.detach()
                 except _Enough:
                     pass
+        for index, version in versions.items():
+            check_version(found[index], version)
         if len(found) < len(wanted):
             raise RuntimeError(
                 f"{self} saved {count} tensors in the backward pass, wanted at least "
@@ -303,6 +357,7 @@ class Dropping:
 
         with saved_tensors_hooks(pack, _unpack):
             results = function(*inputs)
+        region.settings, region.count = settings.settled(), count
         if random_states is not None and random_states.moved():
             region.random = random_states
         if not keep_results:

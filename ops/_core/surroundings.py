@@ -54,6 +54,13 @@ def takes_ops(x: Any, ranks: Collection[int] | None = None) -> bool:
     )
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets torch.compile call ``function`` and keep its result, as
+    ``torch.compiler.assume_constant_result`` does, which would import all of ``torch._dynamo``."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def viewed(x: Tensor) -> Tensor:
     """Returns the tensor that ``x`` is a view of, or ``x``."""
     return x if x._base is None else x._base
@@ -95,14 +102,8 @@ def _autocast(kind: str) -> tuple[Any, ...]:
 
 
 def _backends() -> tuple[Any, ...]:
-    cuda = torch.backends.cuda  # where the choice is that holds on every device
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        torch._C._get_sdp_priority_order(),
-    )
+    """Returns which backends attention may take, in their order."""
+    return _cur_sdpa_kernel_backends(), torch._C._get_sdp_priority_order()
 
 
 class Settings:
@@ -111,13 +112,23 @@ class Settings:
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self._autocast = [_autocast(kind) for kind in kinds if is_autocast_available(kind)]
-        self._backends, self._chosen = _backends(), _cur_sdpa_kernel_backends()
+        self._chosen, self._order = _backends()
 
     def hold(self) -> bool:
         """Returns whether they are in force."""
-        return self._backends == _backends() and all(
+        return (self._chosen, self._order) == _backends() and all(
             options == _autocast(options[0]) for options in self._autocast
         )
+
+    def settled(self) -> Settings:
+        """Returns these settings as they are behind the first run of what they are kept for: torch
+        decides on the order of backends during the first call of attention, on some devices."""
+        order = torch._C._get_sdp_priority_order()
+        if order == self._order:
+            return self
+        settings = Settings(())
+        settings._autocast, settings._chosen, settings._order = self._autocast, self._chosen, order
+        return settings
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -125,12 +136,12 @@ class Settings:
             for options in self._autocast:
                 if options != _autocast(options[0]):
                     stack.enter_context(torch.autocast(*options))
-            if self._backends != _backends():
+            if (self._chosen, self._order) != _backends():
                 # sdpa_kernel() leaves what it turns on first in the order, also when it ends.
                 order = torch._C._get_sdp_priority_order()
                 stack.callback(torch._C._set_sdp_priority_order, order)
                 stack.enter_context(sdpa_kernel(self._chosen, set_priority=True))
-                torch._C._set_sdp_priority_order(self._backends[-1])
+                torch._C._set_sdp_priority_order(self._order)
             yield
 
 
@@ -158,6 +169,25 @@ def again(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def later_calls(
+    function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """Returns the function that does what ``function`` does, in its second and later calls within
+    ``context()``: of a function that a checkpoint calls, these are the runs in backward passes."""
+    has_run = False
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        if not has_run:
+            has_run = True
+            return function(*args, **kwargs)
         with context():
             return function(*args, **kwargs)
 

@@ -27,6 +27,7 @@ def attach(
     """Adds an adapter to layers of a model, which become :class:`LoRALinear` or
     :class:`LoRAEmbedding` if they are none, and copies of modules, which become
     :class:`TrainedCopy`. The adapter is the only one that is active, and all else is frozen.
+    Callers take back by ``all_or_nothing`` what an interrupted call has done.
 
     Args:
         model: holds the layers.
@@ -39,7 +40,7 @@ def attach(
         TypeError: a weight is a DTensor.
         ValueError: the name is taken or none; a weight is that of another module too, or is one
             that DoRA cannot read; the model is itself such a layer; or a module to copy is none
-            that can be trained as a whole. Nothing is changed then.
+            that can be trained as a whole.
     """
     held_in = nn.ModuleDict(), nn.ParameterDict()  # as attributes
     taken = isinstance(name, str) and any(hasattr(one, name) for one in held_in)

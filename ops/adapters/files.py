@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._core.all_or_nothing import all_or_nothing
 from .._core.atomic import replacing
+from .._core.checks import check_module
 from .._core.dtensor import gathered
 from .._core.ranks import fsdp_class
+from .._core.text import quoted
 from ..nn.lora import Adapter, features_of, is_embedding, lora_layers, takes_adapters
 from ..nn.quantized import QuantizedLinear
-from ..nn.switched import outside, switched
+from ..nn.switched import Switched, outside, switched
 from ..nn.trained_copy import TrainedCopy
 from ..state.file.safetensors import entries_in, read, write_plain
 from .attach import attach
@@ -64,6 +67,7 @@ _WITHOUT_EFFECT = set(
 # Ends of keys of A, B and the lengths of rows.
 _LINEAR = ("A.weight", "B.weight", "magnitude_vector")
 _EMBEDDING = ("embedding_A", "embedding_B", "magnitude_vector")
+_OF_TASKS = "classifier", "score", "qa_outputs"  # PEFT lists them where a model has one of them
 _BASE = ".base_layer.weight"  # of embedding and head, which PEFT saves if the first has an adapter
 _INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base as it is
 
@@ -90,6 +94,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
         ValueError: the model has no such adapter; layers differ in what the files have once; or
             what trains cannot be said in them.
     """
+    check_module(model)
     model = _unwrapped(model)
     layers = {path: one for path, one in lora_layers(model).items() if name in one.adapters}
     if not layers:
@@ -130,9 +135,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     Raises:
         OSError: a file cannot be read.
         ValueError: a file is malformed, does not fit the model, or has what changes its numbers and
-            is not supported; the message names the key. Nothing is changed then.
+            is not supported; the message names the key.
         TypeError: a weight of the model is a DTensor.
+
+    Nothing is changed where it raises or is interrupted.
     """
+    check_module(model)
     place = os.fspath(folder)
     if not os.path.exists(os.path.join(place, CONFIG)):
         inside = os.path.join(place, name)
@@ -146,17 +154,16 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     weights = _weights(model, {path: others.pop(key) for path, key in bases.items()}, parts)
     copies = _copies(model, others, config["modules_to_save"] or ())
     wanted = {path: _adapter(path, len(found[0]), config) for path, found in parts.items()}
-    attach(model, wanted, name, torch.float32, copies)
-    with torch.no_grad():
-        for target, value in weights:
-            target.copy_(value)
+    with all_or_nothing(model), torch.no_grad():
+        attach(model, wanted, name, torch.float32, copies)
         for path, found in parts.items():
             layer: Any = model.get_submodule(path)
             for param, value in zip(layer.trained(name), found, strict=True):
                 param.copy_(value)
         for path, state in copies.items():
             copied: Any = model.get_submodule(path)
-            copied.modules_to_save[name].load_state_dict(state, strict=False)
+            copied.modules_to_save[name].load_state_dict(state)
+        _write(weights)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -270,12 +277,13 @@ def _read_config(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         try:
             config = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is malformed: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is malformed: {quoted(error)}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is malformed: it is no object")
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: 'peft_type' is {config.get('peft_type')!r}, wanted 'LORA'")
+        found = quoted(repr(config.get("peft_type")))
+        raise ValueError(f"{path}: 'peft_type' is {found}, wanted 'LORA'")
     for key, value in config.items():
         if key in _READ | _WITHOUT_EFFECT:
             continue
@@ -285,24 +293,49 @@ def _read_config(path: str) -> dict[str, Any]:
         elif value == DEFAULTS.get(key) or (key not in DEFAULTS and not value):
             continue
         raise ValueError(
-            f"{path}: {key!r} is {value!r}, which changes the numbers of a model and is not "
-            "supported"
+            f"{path}: {quoted(repr(key))} is {quoted(repr(value))}, which changes the numbers of a "
+            "model and is not supported"
         )
-    return DEFAULTS | config
+    config = DEFAULTS | config
+    names, alphas = config["modules_to_save"], config["alpha_pattern"]
+    are_names = isinstance(names, list) and all(isinstance(one, str) and one for one in names)
+    for key, wanted, is_it in (
+        ("modules_to_save", "a list of names, or null", names is None or are_names),
+        ("alpha_pattern", "an object of expressions and numbers", isinstance(alphas, dict)),
+        ("use_dora", "true or false", isinstance(config["use_dora"], bool)),
+        ("use_rslora", "true or false", isinstance(config["use_rslora"], bool)),
+    ):
+        if not is_it:
+            found = quoted(repr(config[key]))
+            raise ValueError(f"{path} is malformed: '{key}' is {found}, wanted {wanted}")
+    for pattern in alphas:
+        try:
+            re.compile(_at_the_end(pattern))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"{path} is malformed: 'alpha_pattern' has {quoted(repr(pattern))}, which is no "
+                f"regular expression: {error}"
+            ) from error
+    return config
+
+
+def _at_the_end(pattern: str) -> str:
+    """Returns the expression by which PEFT finds a pattern at the end of a layer's name."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _adapter(path: str, rank: int, config: Mapping[str, Any]) -> Adapter:
     alpha = config["lora_alpha"]
     for pattern, other in config["alpha_pattern"].items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
+        if re.match(_at_the_end(pattern), path):
             alpha = other
             break
     try:
         return Adapter(
             rank, alpha, config["lora_dropout"], config["use_rslora"], config["use_dora"]
         )
-    except TypeError as error:
-        raise ValueError(f"{CONFIG} is malformed: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{CONFIG} is malformed: {quoted(error)}") from error
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
@@ -316,7 +349,7 @@ def _parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], dict
     others: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not key.startswith(PREFIX):
-            raise ValueError(f"{TENSORS}: '{key}' does not begin with '{PREFIX}'")
+            raise ValueError(f"{TENSORS}: '{quoted(key)}' does not begin with '{PREFIX}'")
         path, dot, which = key.removeprefix(PREFIX).rpartition(".lora_")
         kind = next((kind for kind in (_LINEAR, _EMBEDDING) if which in kind), None)
         if dot and kind is not None:
@@ -331,14 +364,14 @@ def _parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], dict
 
 def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool) -> None:
     for path, (a, b, *lengths) in found.items():
-        try:
-            layer = model.get_submodule(path)
-        except AttributeError as error:
-            raise ValueError(f"{TENSORS}: the model has no '{path}'") from error
+        layer = _submodule(model, path)
         if not (takes_adapters(layer) or is_embedding(layer)):
             raise ValueError(
                 f"{TENSORS}: '{path}' is a {type(layer).__name__}, no linear layer or embedding"
             )
+        for one in (a, b, *lengths):
+            if not one.is_floating_point():
+                raise ValueError(f"{TENSORS}: '{path}' has {one.dtype}, wanted floats")
         columns, rows = features_of(layer)
         if a.dim() != 2 or a.shape != (len(a), columns) or b.shape != (rows, len(a)):
             raise ValueError(
@@ -353,6 +386,22 @@ def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool
             )
     if not found:
         raise ValueError(f"{TENSORS} has no adapter")
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    """Returns a module of a model, outside of layers that have adapters.
+
+    Raises:
+        ValueError: the model has none of this name.
+    """
+    try:
+        above = [model.get_submodule(path[: dot.start()]) for dot in re.finditer(r"\.", path)]
+        module = model.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{TENSORS}: the model has no '{quoted(path)}'") from error
+    if any(isinstance(one, Switched) for one in above):
+        raise ValueError(f"{TENSORS}: '{quoted(path)}' is inside of a module that has adapters")
+    return module
 
 
 def _weights(
@@ -376,13 +425,31 @@ def _weights(
     return found
 
 
+def _write(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Writes values into weights, or into none where it is interrupted."""
+    # PEFT saves what an adapter does not change: most often there is nothing to write.
+    changed = [(target, value) for target, value in weights if not _is_same(target, value)]
+    before = [target.clone() for target, _ in changed]
+    try:
+        for target, value in changed:
+            target.copy_(value)
+    except BaseException:
+        for (target, _), value in zip(changed, before):
+            target.copy_(value)
+        raise
+
+
+def _is_same(target: Tensor, value: Tensor) -> bool:
+    return torch.equal(target, value.to(target.device, target.dtype))
+
+
 def _copies(
     model: nn.Module, others: Mapping[str, Tensor], modules: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Returns the states of modules that were saved whole, by the names of the modules.
 
     Raises:
-        ValueError: a key is of no such module, or does not fit.
+        ValueError: a key is of no such module, or does not fit; or a tensor is missing.
     """
     places: dict[str, nn.Module] = {}
     for path, module in outside(model):
@@ -398,4 +465,12 @@ def _copies(
         if target is None or target.shape != value.shape:
             raise ValueError(f"{TENSORS}: '{key}' is {[*value.shape]}, and the model has no such")
         found.setdefault(path, {})[key.removeprefix(f"{path}.")] = value
+    for path, state in found.items():
+        missing = sorted(places[path].state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"{TENSORS}: '{path}' was saved without '{missing[0]}'")
+    for one in modules:
+        of_task = one in _OF_TASKS and not any(path.endswith(one) for path in places)
+        if not of_task and not any(path.endswith(one) for path in found):
+            raise ValueError(f"{TENSORS} has no tensors of '{quoted(one)}' of 'modules_to_save'")
     return found

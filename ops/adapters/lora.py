@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.all_or_nothing import all_or_nothing
+from .._core.checks import check_module, list_of_names
 from .._core.registration import FLOATS
 from ..nn.lora import Adapter, is_embedding, takes_adapters
 from ..nn.switched import is_in, outside
-from ..quantizing.choice import HEAD, heads
+from ..quantizing.choice import EXPERTS, HEAD, ROUTER, heads, is_of_experts, joined
 from .attach import attach
 from .report import Adapted, Copied, LoRAReport, Unadapted
 
@@ -48,7 +50,7 @@ def lora(
         alpha: B A is multiplied with ``alpha / rank``; None: ``rank``, so with 1.
         targets: as PEFT reads it: names of linear layers and embeddings, or their ends after a
             dot; a string is a regular expression for whole names; "all-linear" is all linear
-            layers but the output head.
+            layers but the output head and routers of experts.
         dropout: the probability with which elements of x are zero in front of A, in training.
         rslora: multiply with ``alpha / sqrt(rank)``.
         dora: train the lengths of rows of the sums too (DoRA); then one adapter is active at a
@@ -65,39 +67,39 @@ def lora(
         TypeError: an argument has another type, or a weight is a DTensor.
         ValueError: an argument is none of the above; a name is that of no layer or module; a layer
             has an adapter of this name, or its weight is that of another module too; or DoRA cannot
-            read the weight. Nothing is changed then.
+            read the weight.
+
+    Nothing is changed where it raises or is interrupted.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}, wanted an instance of nn.Module")
+    check_module(model)
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
     adapter = Adapter(rank, rank if alpha is None else alpha, dropout, rslora, dora)
     wholes = _named(model, modules_to_save)
     chosen, left = _choose(model, targets, wholes)
-    attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes)
-    adapted, copied = [], []
-    for path in chosen:
-        layer: Any = model.get_submodule(path)
-        numel = sum(param.numel() for param in layer.trained(name))
-        adapted.append(Adapted(path, type(layer.base_layer).__name__, rank, numel))
-    for path in wholes:
-        one: Any = model.get_submodule(path)
-        numel = sum(param.numel() for param in one.trained(name))
-        copied.append(Copied(path, type(one.original_module).__name__, numel))
-    return LoRAReport(model, adapted, left, copied)
+    with all_or_nothing(model):
+        attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes)
+        adapted, copied = [], []
+        for path in chosen:
+            layer: Any = model.get_submodule(path)
+            numel = sum(param.numel() for param in layer.trained(name))
+            adapted.append(Adapted(path, type(layer.base_layer).__name__, rank, numel))
+        for path in wholes:
+            one: Any = model.get_submodule(path)
+            numel = sum(param.numel() for param in one.trained(name))
+            copied.append(Copied(path, type(one.original_module).__name__, numel))
+        return LoRAReport(model, adapted, left, copied)
 
 
 def _named(model: nn.Module, ends: Iterable[str]) -> list[str]:
     """Returns the names of the modules that have these names, or end so.
 
     Raises:
-        TypeError: ``ends`` is a string.
+        TypeError: ``ends`` is no list.
         ValueError: the model has no such module.
     """
-    if isinstance(ends, str):
-        raise TypeError(f"modules_to_save is {ends!r}, wanted a list of names")
     found = [path for path, _ in outside(model)]
-    ends = [*ends]
+    ends = list_of_names("modules_to_save", ends)
     for end in ends:
         if not any(_ends(path, end) for path in found):
             raise ValueError(f"modules_to_save: the model has no module with the name {end!r}")
@@ -110,19 +112,21 @@ def _choose(
     """Returns the names of the layers that targets mean, and the other linear layers.
 
     Raises:
-        ValueError: a target names no layer.
+        TypeError: targets are neither names nor an expression.
+        ValueError: a target names no layer, or is no regular expression.
     """
     layers, others = _layers(model)
     linears = {path: one for path, one in layers.items() if takes_adapters(one)}
     copied = {path for path in layers if any(is_in(path, whole) for whole in wholes)}
-    reason = "it is no target"
-    if targets == ALL:
-        answers, reason = heads(model, linears), HEAD
-        chosen = [path for path in linears if answers.get(path) != HEAD and path not in copied]
+    reasons: dict[str, str] = {}
+    if isinstance(targets, str) and targets == ALL:
+        found = heads(model, linears)
+        reasons = {path: why for path, why in found.items() if why in (HEAD, ROUTER)}
+        chosen = [path for path in linears if path not in reasons and path not in copied]
     elif isinstance(targets, str):
-        chosen = [path for path in layers if re.fullmatch(targets, path)]
+        chosen = _matched(targets, layers)
     else:
-        ends = [*targets]
+        ends = list_of_names("targets", targets)
         for end in ends:
             if not any(_ends(path, end) for path in layers):
                 raise ValueError(
@@ -132,11 +136,28 @@ def _choose(
     if not chosen:
         raise ValueError(f"targets is {targets!r}: {type(model).__name__} has no such linear layer")
     left = [
-        Unadapted(path, type(layer).__name__, reason)
+        Unadapted(path, type(layer).__name__, reasons.get(path, "it is no target"))
         for path, layer in linears.items()
         if path not in chosen and path not in copied
     ]
-    return chosen, left + others
+    others += _experts(model)
+    return chosen, left + [o for o in others if not any(is_in(o.name, whole) for whole in wholes)]
+
+
+def _matched(expression: str, paths: Iterable[str]) -> list[str]:
+    """Returns the names that an expression matches as a whole.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        pattern = re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"targets is {expression!r}, wanted a regular expression for names, a list of names "
+            f"or {ALL!r}: {error}"
+        ) from error
+    return [path for path in paths if pattern.fullmatch(path)]
 
 
 def _ends(path: str, end: str) -> bool:
@@ -154,3 +175,17 @@ def _layers(model: nn.Module) -> tuple[dict[str, nn.Module], list[Unadapted]]:
             reason = "a subclass of Linear, which may use its weight in another way"
             others.append(Unadapted(path, type(module).__name__, reason))
     return layers, others
+
+
+def _experts(model: nn.Module) -> list[Unadapted]:
+    """Returns the parameters that hold matrices of experts, with the share that they have."""
+    found = {
+        joined(path, name): (type(module).__name__, param.numel())
+        for path, module in outside(model)
+        for name, param in module.named_parameters(recurse=False)
+        if is_of_experts(module, param)
+    }
+    many = sum(numel for _, numel in found.values())
+    whole = sum(param.numel() for param in model.parameters())
+    reason = f"{EXPERTS}, which get no adapter: {many:,} of {whole:,} parameters"
+    return [Unadapted(path, was, reason) for path, (was, _) in found.items()]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._core.all_or_nothing import all_or_nothing
+from .._core.checks import check_module
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
@@ -21,7 +23,7 @@ from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
 from ..patching.bitsandbytes import Held, is_bitsandbytes
 from ..quantizing.choice import joined, weight_of
-from ..quantizing.quantize import take
+from ..quantizing.quantize import check_finite, take
 from ..quantizing.transformers_config import describe
 from ..state.file.safetensors import Entry, entries_in, read
 
@@ -111,9 +113,12 @@ def merge(
 
     Raises:
         TypeError: a weight is a DTensor.
-        ValueError: no adapter is active; ``base`` lacks a weight, or has one of another shape; or
-            no layer is quantized, with ``requantize``. Nothing is changed then.
+        ValueError: no adapter is active; ``base`` lacks a weight, or has one of another shape or
+            with an element that is not finite; or no layer is quantized, with ``requantize``.
+
+    Nothing is changed where it raises or is interrupted.
     """
+    check_module(model)
     layers = {path: one for path, one in lora_layers(model).items() if one.added}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no active adapter to merge")
@@ -133,21 +138,24 @@ def merge(
     with torch.no_grad(), progress_bar(len(layers), "merge", unit="layer", shown=True) as bar:
         for path, layer in layers.items():
             weight = _weight(layer.base_layer, originals.get(path))
+            if base is not None:
+                check_finite(joined(path, "weight"), weight, " in base")
             again = requantize and isinstance(layer.base_layer, QuantizedLinear)
             merged[id(layer)], lost = _merged(layer, weight, dtype, again)
             if keep:
                 vars(merged[id(layer)])[KEPT] = layer  # no child: the model shall not have it twice
             found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
             bar.update(1)
-    for path, one in switched(model).items():
-        if isinstance(one, TrainedCopy) and one.added:
-            merged[id(one)] = whole = one.current
-            if keep:
-                vars(whole)[KEPT] = one
-            found.append(Merged(path, type(whole).__name__, one.added, 0.0))
-    replace(model, merged)
-    describe(model)
-    return MergeReport(model, found)
+    with all_or_nothing(model):
+        for path, one in switched(model).items():
+            if isinstance(one, TrainedCopy) and one.added:
+                merged[id(one)] = whole = one.current
+                if keep:
+                    vars(whole)[KEPT] = one
+                found.append(Merged(path, type(whole).__name__, one.added, 0.0))
+        replace(model, merged)
+        describe(model)
+        return MergeReport(model, found)
 
 
 def unmerge(model: nn.Module) -> nn.Module:
@@ -155,8 +163,11 @@ def unmerge(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model has no layer that was merged and kept what it was; or such a layer has
-            got an adapter since. Nothing is changed then.
+            got an adapter since.
+
+    Nothing is changed where it raises or is interrupted.
     """
+    check_module(model)
     kept: dict[int, tuple[Any, Any]] = {}
     for path, module in outside(model):
         merged = _inner(module)
@@ -171,11 +182,13 @@ def unmerge(model: nn.Module) -> nn.Module:
     if not kept:
         raise ValueError(f"{type(model).__name__} has no layer that headroom.merge has kept")
     for merged, before in kept.values():
-        del vars(merged)[KEPT]  # a copy that has trained lives on
         before.to(next(merged.parameters()).device).train(merged.training)
-    replace(model, {key: before for key, (_, before) in kept.items()})
-    describe(model)
-    return model
+    with all_or_nothing(model):
+        for merged, _ in kept.values():
+            del vars(merged)[KEPT]  # a copy that has trained lives on
+        replace(model, {key: before for key, (_, before) in kept.items()})
+        describe(model)
+        return model
 
 
 def _inner(module: Any) -> nn.Module:

@@ -44,11 +44,11 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Unadapted:
-    """A linear layer that has got no adapter.
+    """A linear layer, or a parameter with the matrices of experts, that has got no adapter.
 
     Attributes:
-        name: of the layer in the model.
-        was: its class.
+        name: of the layer or the parameter in the model.
+        was: the class of the layer, or of the module that has the parameter.
         reason: why it was left.
     """
 
@@ -63,7 +63,8 @@ class LoRAReport:
     Attributes:
         model: the class of the model.
         adapted: an :class:`Adapted` per layer.
-        left: an :class:`Unadapted` per linear layer without the adapter.
+        left: an :class:`Unadapted` per linear layer without the adapter, and per parameter with
+            the matrices of experts.
         copied: a :class:`Copied` per module of ``modules_to_save``.
         trained, trained_bytes: elements and bytes of the parameters that train.
         frozen, frozen_bytes: those of all others; the elements are those that are stored, of

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from .._core.all_or_nothing import all_or_nothing
+from .._core.checks import check_module
 from ..nn.switched import activate, switched
 
 
@@ -15,11 +17,15 @@ def use_adapters(model: nn.Module, *names: str) -> None:
 
     Raises:
         ValueError: the model has no adapter of a name; or one of several has DoRA, or a copy of a
-            module of which another has one too. Nothing is changed then.
+            module of which another has one too.
+
+    Nothing is changed where it raises or is interrupted.
     """
+    check_module(model)
     for name in names:
         _check(model, name)
-    activate(model, names)
+    with all_or_nothing(model):
+        activate(model, names)
 
 
 def delete_adapter(model: nn.Module, name: str = "default") -> None:
@@ -28,16 +34,21 @@ def delete_adapter(model: nn.Module, name: str = "default") -> None:
 
     Raises:
         ValueError: the model has no adapter of this name.
+
+    Nothing is changed where it raises or is interrupted.
     """
+    check_module(model)
     _check(model, name)
-    for one in switched(model).values():
-        one.delete_adapter(name)
+    with all_or_nothing(model):
+        for one in switched(model).values():
+            one.delete_adapter(name)
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Returns a context in which a model computes as it did without adapters, such as the reference
     of a preference loss."""
+    check_module(model)
     before = [(one, one.enabled) for one in switched(model).values()]
     try:
         for one, _ in before:

@@ -62,7 +62,8 @@ def cast_model(
     modules have is kept, all of these are kept. Hooks do the casts:
     ``state_dict()`` has the same keys as before, in two dtypes, ``torch.compile`` traces them, and
     copies and pickles of the model have them too. A further call starts anew, so that
-    ``cast_model(model, torch.float32)`` undoes everything except the loss of bits.
+    ``cast_model(model, torch.float32)`` undoes everything except the loss of bits, and that a call
+    which was interrupted after some tensors can be repeated.
 
     Call it before :func:`~headroom.release_gradients` and other hooks on parameters.
 
@@ -207,10 +208,11 @@ def _spread(kept: set[nn.Module], owners: Iterable[list[nn.Module]]) -> None:
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
     """Casts a tensor and its gradient in place."""
     if tensor.dtype != dtype:
-        grad, tensor.grad = tensor.grad, None
-        tensor.data = tensor.data.to(dtype)
+        data = tensor.data.to(dtype)
+        grad = None if tensor.grad is None else tensor.grad.detach().to(dtype)
+        tensor.grad, tensor.data = None, data
         if grad is not None:
-            tensor.grad = grad.detach().to(dtype)
+            tensor.grad = grad
 
 
 # ---- what a model is now -------------------------------------------------------------------------

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
-from .._core.surroundings import again
+from .._core.recompute import Saving, check_version
+from .._core.surroundings import again, later_calls
 from ..host.saved import saved_on_host
 from .verify import verified_region, verified_results
 
@@ -76,8 +79,11 @@ def checkpoint(
     if host and not torch.compiler.is_compiling():
         with saved_on_host(stay=(*args, *kwargs.values())):
             return checkpoint(function, *args, verify=verify, **options, **kwargs)
+    run = function
+    if not (use_reentrant or torch.compiler.is_compiling()):
+        run = later_calls(function, _completed)
     if not verify:
-        return torch_checkpoint(function, *args, **options, **kwargs)
+        return torch_checkpoint(run, *args, **options, **kwargs)
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "checkpoint: verify=True compares values, which torch.compile does not trace; use it "
@@ -88,7 +94,7 @@ def checkpoint(
             return function(*args, **kwargs)
         return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
     options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
-    return torch_checkpoint(function, *args, **options, **kwargs)
+    return torch_checkpoint(run, *args, **options, **kwargs)
 
 
 OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
@@ -115,6 +121,53 @@ def _verified_contexts(
             yield
 
     return verified(), second
+
+
+@contextmanager
+def _completed() -> Iterator[None]:
+    """Lets the operation that saves the last tensor end before torch ends the run in which tensors
+    are computed again, if it may still have to write what it saves.
+
+    Raises:
+        RuntimeError: a tensor has been changed in place since it was saved.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    inner_pack, inner_unpack = hooks
+    saving, seen = Saving(), []
+    last: Tensor | None = None
+
+    def pack(x: Tensor) -> Any:
+        nonlocal last
+        if saving.follow(x) and last is not None:
+            raise _StopRecomputationError
+        version = x._version
+        try:
+            packed = inner_pack(x)
+        except _StopRecomputationError:
+            if not saving.writes:
+                raise
+            packed = last = x.detach()
+        if isinstance(packed, Tensor):
+            seen.append((weakref.ref(packed), version))
+        return packed
+
+    functools.update_wrapper(pack, inner_pack)  # checkpoints are recognized by their pack hook
+    try:
+        with saved_tensors_hooks(pack, inner_unpack):
+            yield
+    except _StopRecomputationError:
+        _check_versions(seen)
+        raise
+    _check_versions(seen)
+
+
+def _check_versions(seen: Sequence[tuple[weakref.ref[Tensor], int]]) -> None:
+    for ref, version in seen:
+        if (x := ref()) is not None:  # else nobody wants it
+            check_version(x, version)
 
 
 def _run(modules: Sequence[Callable[[Any], Any]], x: Any) -> Any:

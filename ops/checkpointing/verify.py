@@ -11,6 +11,7 @@ compared instead.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._core.dtensor import local_part
+from .._core.recompute import Saving, may_be_written
 from .._core.running_modules import watching_modules
 from .._core.surroundings import is_plain, is_trained, viewed
 from ..host.checksums import BLOCK_BYTES, checksums, first_difference
@@ -55,13 +57,13 @@ class Leaf(NamedTuple):
     offset: int
 
 
-def _dropped(what: str, x: Tensor) -> Dropped:
+def _dropped(what: str, x: Tensor, read: bool = True) -> Dropped:
     base, sums, leaf = viewed(x), None, None
     if is_trained(x) or isinstance(base, nn.Parameter):
         if is_plain(local_part(x)) and x.layout == torch.strided and not base.is_inference():
             mine = local_part(x)
             leaf = Leaf(weakref.ref(base), base._version, mine.stride(), mine.storage_offset())
-    else:
+    elif read:
         sums = checksums(x)
     return Dropped(what, x.shape, _strides(x), x.dtype, x.requires_grad, sums, leaf)
 
@@ -175,6 +177,7 @@ def _name_first(entries: list[_Packed], inner_unpack: Callable[[Any], Tensor]) -
 def _callers(function: Any) -> Iterator[list[str]]:
     """Gives the modules that run in this thread, outermost first, by their names in the module that
     ``function`` is, or is of."""
+    function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         function = function.args[0] if function.args else function.func
     root = getattr(function, "__self__", function)  # of a method
@@ -203,11 +206,23 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
         return
     inner_pack, inner_unpack = inner
     entries: list[weakref.ref[_Packed]] = []
+    saving = Saving()
+    written_late: list[tuple[_Packed, Tensor]] = []
+
+    def read_late() -> None:
+        for packed, x in written_late:
+            packed.was = packed.was._replace(sums=checksums(x))
+        written_late.clear()
 
     def pack(x: Tensor) -> _Packed:
-        was = _dropped(f"saved tensor {len(entries)}, of {running[-1]},", x)
+        if saving.follow(x):
+            read_late()
+        late = may_be_written(x)
+        was = _dropped(f"saved tensor {len(entries)}, of {running[-1]},", x, read=not late)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))
+        if late:
+            written_late.append((packed, x))
         return packed
 
     def unpack(packed: _Packed) -> Tensor:
@@ -222,6 +237,7 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
     functools.update_wrapper(pack, inner_pack)  # checkpoints are recognized by their pack hook
     with _callers(fn) as running, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+    read_late()
 
 
 def verified_results(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -235,16 +235,24 @@ def _devices(root: Path) -> Iterator[Finding]:
             advice = f'HEADROOM_CUDA_ARCHS="{number}" pip install .'
             text = f"{value}; the library has {' '.join(map(str, archs))}"
             yield Finding("devices", name, text, BROKEN, advice)
+        elif archs and not has_code_for(archs, number):
+            advice = f'code of its own may be faster: HEADROOM_CUDA_ARCHS="{number}" pip install .'
+            text = f"{value}; the driver compiles the library's code for sm_{max(archs)}"
+            yield Finding("devices", name, text, NOTE, advice)
         else:
             yield Finding("devices", name, value)
 
 
+def has_code_for(archs: list[int], device: int) -> bool:
+    """Returns whether a library for these architectures has machine code for a device: it runs on
+    the same major number and a minor one that is not smaller."""
+    return any(arch // 10 == device // 10 and arch <= device for arch in archs)
+
+
 def runs_on(archs: list[int], device: int) -> bool:
-    """Returns whether a library for these architectures runs on a device: machine code runs on the
-    same major number and a minor one that is not smaller, and the portable code of the newest
-    architecture on all that are newer."""
-    same = any(arch // 10 == device // 10 and arch <= device for arch in archs)
-    return same or device >= max(archs)
+    """Returns whether a library for these architectures runs on a device: by its machine code, or
+    by the portable code of the newest architecture, which runs on all that are newer."""
+    return has_code_for(archs, device) or device >= max(archs)
 
 
 def _architectures() -> list[int]:

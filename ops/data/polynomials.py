@@ -318,4 +318,6 @@ class _Region:
         if given.device != "cuda":
             return 0
         made = [replace(a, bytes=b) for a, b in zip(given.allocations, sizes.tolist())]
-        return device_share(Timeline(made, given.spans, given.device)).bytes
+        return device_share(
+            Timeline(made, given.spans, given.device, workspaces=given.workspaces)
+        ).bytes

@@ -114,7 +114,7 @@ class _Fetched:
         self.batch: Any = None
         self.error: Exception | None = None  # that the loader raised instead
         self.state: Any = None  # of the loader, once it had given this
-        self.ticket: Ticket = None  # of the last of the copies, which run in order
+        self.ticket: Ticket = None  # of the last of the copies, if any, which run in order
         self.sources: list[Tensor] = []  # that are read until then
 
 
@@ -137,7 +137,8 @@ class _Ahead:
             self._settle(self._given)  # it was waited for a step ago
             self._given = None
             ahead = self._fetch()
-            self._engine.wait(fetched.ticket)
+            if fetched.ticket is not None:
+                self._engine.wait(fetched.ticket)
             self._next, self._given = ahead, fetched
             self._prefetcher._state = fetched.state
             batch, fetched.batch = fetched.batch, None
@@ -172,8 +173,6 @@ class _Ahead:
 
     def _copied(self, batch: Any, fetched: _Fetched) -> Any:
         device, engine = self._prefetcher.device, self._engine
-        # The memory of the targets may have been freed by work that still runs.
-        ready = engine.mark()
         done: dict[int, Tensor] = {}  # a tensor that is met twice is copied once
 
         def moved(x: Tensor) -> Tensor:
@@ -185,6 +184,8 @@ class _Ahead:
                 done[id(x)] = target
                 if x.numel():
                     fetched.sources.append(source)
+                    # Work that still runs may have freed the memory of the target, by now.
+                    ready = engine.mark()
                     fetched.ticket = engine.up(_bytes(target), _bytes(source), after=(ready,))
             return done[id(x)]
 

@@ -16,6 +16,7 @@ from .apply.applied import Applied
 from .apply.fitted import Fitted
 from .arguments import allowed_of, budget_of, check_margin, check_only, checked, host_room, within
 from .choice import Choice
+from .costs.outline import evaluation_of
 from .ranks import from_first, gathered, together
 from .report import Chosen
 from .search.candidates import Candidates
@@ -154,9 +155,9 @@ def fit_step(
         techniques = techniques_of(step, allowed, only, parts_add_up, host is not None, given)
         search = Search(Candidates(techniques, host), given)
         if ladder is not None:
-            if not hasattr(ladder, "search_for"):
+            if not hasattr(ladder, "_search_for"):
                 raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
-            search = ladder.search_for(search)
+            search = ladder._search_for(search)
         model, candidates = step.model, search.candidates
         assert step.device is not None
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
@@ -177,6 +178,8 @@ def fit_step(
             if not dry_run:
                 layers = candidates.techniques.layers
                 applied = Applied(model, found.blocks, optimizer, chosen.choice, layers)
+        if found.plan.timeline.peak_index >= evaluation_of(step, found.plan):
+            chosen.notes.append("the predicted peak is that of evaluation; steps take less")
         counts = candidates.techniques.micro_batches
         agree = chosen.agree if len(counts) > 1 else False
         candidate = search.known.get(chosen.choice.but(levels=()))

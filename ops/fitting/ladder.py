@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .._core.atomic import write_json
-from .._core.frontier_chart import Series, draw_frontier, telling
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from ..step.description import Step
@@ -20,6 +19,7 @@ from ..step.errors import PlanError
 from ..step.trees import tensors_in
 from .arguments import allowed_of, checked, host_room
 from .choice import SAME, Choice, FrontierPoint
+from .frontier_chart import Series, draw_frontier, telling
 from .search.candidates import Candidates
 from .search.changes import peak_as_given, peak_by_kind, plain_choice
 from .search.search import Search
@@ -75,7 +75,7 @@ class Ladder:
         self.first, self.points = first, tuple(points)
         self._search = search
 
-    def search_for(self, asked: Search) -> Search:
+    def _search_for(self, asked: Search) -> Search:
         """Returns the search that the ladder was made by for :func:`headroom.fit`, with the
         optimizers of that call. The ladder's own stays as it is.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._core.checks import check_flags
 from .._core.registration import FLOATS, complete, differentiable, register_fake, require
 from .._core.rows import autocast, autocast_dtype, cast, check_tensors
+from .._core.surroundings import constant_in_graphs
 
 
 def gemm(
@@ -102,10 +103,16 @@ def matmul_precision(dtype: torch.dtype) -> int:
     if short is not None:
         whole = whole or not getattr(matmul, setting + "_split_k")
     return (
-        (dtype == torch.float32 and matmul.fp32_precision == "tf32")
+        (dtype == torch.float32 and _allows_tf32())
         + 2 * (short is not None and getattr(matmul, setting))
         + 4 * whole
     )
+
+
+# torch.compile cannot trace how torch reads this setting, and guards what it compiles by it anyway.
+@constant_in_graphs
+def _allows_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _sizes(x: Any, transpose: bool) -> tuple:

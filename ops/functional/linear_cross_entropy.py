@@ -6,7 +6,7 @@ losses that are built from these ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import by_name, complete, register_fake, register_flops, require
+from .._core.registration import by_name, register_flops, require
 from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
@@ -29,15 +29,13 @@ RESULTS = {
     "lse": 1,
     "lse_low": 2,
     "target_logit": 4,
-    "weighted": 8,
-    "largest": 16,
-    "entropy": 32,
-    "argmax": 64,
-    "rank": 128,
-    "mean_logit": 256,
-    "log_sum_sq_probs": 512,
+    "largest": 8,
+    "entropy": 16,
+    "argmax": 32,
+    "rank": 64,
+    "mean_logit": 128,
+    "log_sum_sq_probs": 256,
 }
-PART = ("lse", "lse_low", "target_logit", "weighted")  # that the loss over several parts needs
 HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
 
 
@@ -52,10 +50,6 @@ class Options:
     logit_scale: float = 1.0
     mode: int = 0
     workspace_limit: int = 0
-    most_counted: int = -1
-    first_class: int = 0
-    all_classes: int = 0
-    round_each_chunk: bool = False
     check_target: bool = False
     shift: bool = False
 
@@ -68,7 +62,6 @@ class Options:
 
 _NUMBERS = tuple(each.name for each in fields(Options))
 _forward, _backward = by_name("linear_cross_entropy"), by_name("linear_cross_entropy_backward")
-_join = by_name("linear_cross_entropy_join")
 
 
 def of_weight(
@@ -109,9 +102,8 @@ def call(
             no gradient.
         tensors: ``hidden``, float32, bfloat16 or float16 ``[..., features]``; ``bias``,
             ``[classes]`` in that dtype, or None; ``target``, int64 or int32 ``[...]``;
-            ``class_weight``, float32 ``[classes]``, of all classes where weight holds a part of
-            them, or None; ``token_weight``, float32 ``[...]``, or None; ``denominator``, float32 of
-            one element, or None.
+            ``class_weight``, float32 ``[classes]``, or None; ``token_weight``, float32 ``[...]``,
+            or None; ``denominator``, float32 of one element, or None.
 
     Raises:
         RuntimeError: an argument does not fit.
@@ -131,37 +123,13 @@ def gradients(
     for float16.
 
     The other tensors are those of :func:`call`, and of its results ``factors``, or None, ``lse``
-    and ``lse_low``, which may be those of all parts of the classes, of which ``weight`` holds one.
-    ``dentropy``, if given, is the gradient of the rows' ``entropy``, which is then a result too.
+    and ``lse_low``. ``dentropy``, if given, is the gradient of the rows' ``entropy``, which is then
+    a result too.
     """
     numbers = options.numbers(tensors["hidden"])
     tensors = {"entropy": None, "dentropy": None} | tensors
     own, described = of_weight(weight)
     return _backward(**tensors, **own, **described, **numbers, wanted=wanted)
-
-
-def joined(
-    options: Options,
-    parts: Sequence[Tensor],
-    *,
-    reduction: str = "none",
-    **tensors: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Returns the loss, its factors, and lse, lse_low and target_logit of rows, over all classes.
-
-    Args:
-        options: all other numbers.
-        parts: for each part of the classes float32 ``[..., 4]``: ``PART`` of the rows.
-        reduction: one of ``REDUCTIONS``.
-        tensors: ``target``, ``class_weight``, ``token_weight`` and ``denominator`` of :func:`call`.
-
-    Raises:
-        RuntimeError: an argument does not fit.
-    """
-    names = ("ignore_index", "label_smoothing", "z_loss", "all_classes")
-    numbers = {name: getattr(options, name) for name in names}
-    numbers |= {"reduction": REDUCTIONS[reduction]}
-    return _join(parts=torch.cat([*parts], -1), **tensors, **numbers)
 
 
 # ---- Fakes and FLOPs ---------------------------------------------------------------------------
@@ -172,7 +140,7 @@ _KINDS = {
     "weight": kind("classes cols"),
     "bias": kind("classes"),
     "target": kind("rows", dtypes=_INTEGERS),
-    "class_weight": kind("all", dtypes=FLOAT32),
+    "class_weight": kind("classes", dtypes=FLOAT32),
     "token_weight": _ROW,
     "denominator": kind("", "1", dtypes=FLOAT32),
     "dloss": kind("rows", "", dtypes=FLOAT32),
@@ -220,15 +188,14 @@ def _gradients(hidden, weight, classes, wanted=0, want_hidden=None, **_):
     )
 
 
-def _results(hidden, weight, reduction, all_classes, results, wanted, classes, **_):
+def _results(hidden, weight, reduction, results, wanted, classes, **_):
     rows = hidden.shape[:-1]
 
     def of(shape, dtype=torch.float32):
         return hidden.new_empty(shape, dtype=dtype)
 
-    is_part = all_classes not in (0, _classes(weight, classes))
     return (
-        of(() if reduction else (0,) if is_part else rows),
+        of(() if reduction else rows),
         of((2,)),
         of(()),
         *(
@@ -240,16 +207,6 @@ def _results(hidden, weight, reduction, all_classes, results, wanted, classes, *
         ),
         *_gradients(hidden, weight, classes, wanted),
     )
-
-
-def _joined_results(parts, target, class_weight, token_weight, reduction, all_classes, **_):
-    require(parts.dtype == torch.float32 and parts.shape[-1] % 4 == 0, "parts must be [..., 4 n]")
-    require(target.dtype in _INTEGERS and target.shape == parts.shape[:-1], "target does not fit")
-    for tensor, numel in ((class_weight, all_classes), (token_weight, target.numel())):
-        is_fitting = tensor is None or (tensor.dtype, tensor.numel()) == (torch.float32, numel)
-        require(is_fitting, "class_weight or token_weight does not fit")
-    rows = [parts.new_empty(target.shape) for _ in range(3)]
-    return parts.new_empty(() if reduction else target.shape), parts.new_empty(2), *rows
 
 
 def _logits(hidden, weight, classes, **_) -> int:
@@ -299,9 +256,7 @@ def _gradient(derived: Gradient) -> KeptGradient:
 row_op(
     "linear_cross_entropy",
     _KINDS,
-    sizes=lambda weight, all_classes, classes, **_: {
-        "all": all_classes or _classes(weight, classes)
-    },
+    sizes=lambda weight, classes, **_: {"classes": _classes(weight, classes)},
     check=_check,
     results=_results,
     gradients=_gradients,
@@ -313,5 +268,3 @@ row_op(
     again=_logits,
 )
 register_flops("linear_cross_entropy_backward_", _flops_into, _logits)
-register_fake("linear_cross_entropy_join", _joined_results)
-complete("linear_cross_entropy_join")

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.registration import FLOATS, differentiable, require
 from .._core.rows import autocast_dtype, cast, check_tensors
 from .gemm import matmul_precision
-from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
+from .quantize_matrix import QuantizedMatrix, check_matrix, layout_of, require_fit
 
 
 def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -33,12 +33,13 @@ def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) 
 
     Raises:
         RuntimeError: an argument does not fit.
-        TypeError: ``x`` is no tensor.
+        TypeError: ``x`` is no tensor, or ``q`` no such matrix.
 
     On CUDA it follows ``torch.backends.cuda.matmul`` and ``torch.use_deterministic_algorithms``.
     The formula is documented at ``hr_linear_forward`` in ``headroom.h``.
     """
     check_tensors(x=x)
+    check_matrix("q", q)
     rows, cols = q.shape
     require(
         x.dim() > 0 and x.shape[-1] == cols,

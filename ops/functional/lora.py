@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import check_count, check_number
 from .._core.registration import (
     FLOATS,
     complete,
@@ -148,6 +149,7 @@ def lora_norms(
 
 def check_dropout(p: float) -> None:
     """Raises where the probability with which elements are dropped is not from 0 to below 1."""
+    check_number("dropout", p)
     if not 0 <= p < 1:
         raise ValueError(f"dropout is {p}, wanted a number from 0 to below 1")
 
@@ -170,6 +172,9 @@ def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.randint(2**62, (), device=device)
     if isinstance(seed, Tensor):
         return seed
+    check_count("seed", seed)
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}, wanted an integer of 64 bits")
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.grouping import by_device, grouped
+from .._core.ownership import Ownership
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
 from ..host.arena import HostArena, default_arena
@@ -199,7 +200,7 @@ class GradAccumulator:
         return self._ranks.sums
 
     @torch.no_grad()
-    def take(self, params: Iterable[Tensor]) -> None:
+    def _take_early(self, params: Iterable[Tensor]) -> None:
         """Adds some gradients of the running micro-batch to the sums before it ends."""
         assert self._open is not None
         self._is_partial = True
@@ -346,7 +347,7 @@ class GradAccumulator:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned for the same parameters in the same order, on any
-        device. Replaces the sums of this accumulator.
+        device. Replaces the sums of this accumulator by copies, unless they are its own.
 
         Raises:
             RuntimeError: a micro-batch is running.
@@ -367,7 +368,13 @@ class GradAccumulator:
         if self._compensated and loaded["sums"].keys() != loaded["compensations"].keys():
             raise ValueError("compensations and sums are not of the same parameters")
         if self._host is None:
+            before = self._sums, self._compensations
             self._sums, self._compensations = loaded["sums"], loaded["compensations"]
+            ownership = Ownership([state_dict["sums"], state_dict["compensations"]], before)
+            for tensors, replaced in zip((self._sums, self._compensations), before):
+                for param, tensor in tensors.items():
+                    tensors[param] = ownership.owned(tensor)
+                    replaced.pop(param, None)
         else:
             self._load_on_host(self._host, *loaded.values())
         self._weight = weight

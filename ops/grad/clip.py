@@ -14,7 +14,7 @@ from .._core.dtensor import local_part
 from .._core.grouping import by_device
 from .._core.table import table_of
 from ..functional.unscale_norm import multiply_
-from .norm import is_ours, measure
+from .norm import is_ours, listed, measure, with_values, zero_norm
 
 
 @torch.no_grad()
@@ -46,7 +46,9 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, on the device of the gradients, never a DTensor, and
         float32 (torch's norm has the dtype of the gradients).
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    parameters = listed(parameters, "no gradient clipping will occur", stacklevel=4)
     max_norm, norm_type = float(max_norm), float(norm_type)
     grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
     if len(set(map(id, grads))) < len(grads):
@@ -54,6 +56,11 @@ def clip_grad_norm_(
     ours = norm_type > 0 and max_norm >= 0
     table = table_of((grads,)) if ours and grads else None
     if table is None and not (ours and all(map(is_ours, grads))):
+        valued = with_values(grads)
+        if grads and not valued:
+            return zero_norm(grads[0])
+        owners = {id(param.grad): param for param in parameters}
+        parameters = [owners[id(grad)] for grad in valued]
         return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = measure(grads, p=norm_type, max_norm=max_norm, table=table)
     if error_if_nonfinite and not measured.norm.isfinite():

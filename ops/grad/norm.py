@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -66,7 +68,10 @@ def grad_norm(params_or_grads: Tensor | Iterable[Tensor], norm_type: float | str
     grads = _gradients(params_or_grads)
     table = table_of((grads,)) if grads and norm_type > 0 else None
     if table is None and not (norm_type > 0 and all(map(is_ours, grads))):
-        norm = get_total_norm(grads, norm_type)
+        valued = with_values(grads)
+        if grads and not valued:
+            return zero_norm(grads[0])
+        norm = get_total_norm(valued, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     return measure(grads, p=norm_type, table=table).norm
 
@@ -80,7 +85,7 @@ def _gradients(params_or_grads: Any) -> list[Tensor]:
     if not isinstance(params_or_grads, Iterable) or isinstance(params_or_grads, (str, bytes)):
         raise TypeError(f"{wanted}, got {type(params_or_grads).__name__}")
     grads: dict[int, Tensor] = {}
-    for index, tensor in enumerate(params_or_grads):
+    for index, tensor in enumerate(listed(params_or_grads, "their norm is 0", stacklevel=5)):
         if not isinstance(tensor, Tensor):
             advice = "; named_parameters() gives pairs, parameters() tensors"
             raise TypeError(
@@ -94,6 +99,25 @@ def _gradients(params_or_grads: Any) -> list[Tensor]:
         if grad is not None:
             grads[id(grad)] = grad
     return list(grads.values())
+
+
+def listed(tensors: Iterable[Tensor], what: str, stacklevel: int) -> list[Tensor]:
+    """Returns tensors as a list. Warns if a generator has none, as one that was used before."""
+    found = list(tensors)
+    if isinstance(tensors, GeneratorType) and not found:
+        words = f"the parameters are an empty generator, {what}; give a list to use it twice"
+        warnings.warn(words, stacklevel=stacklevel)
+    return found
+
+
+def with_values(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients that have values: torch refuses some norms of others."""
+    return [g for g in grads if (g.numel() if g.layout == torch.strided else g._nnz())]
+
+
+def zero_norm(grad: Tensor) -> Tensor:
+    """Returns the norm of a gradient without values, in the dtype that torch gives it."""
+    return torch.zeros((), dtype=grad.dtype.to_real(), device=grad.device)
 
 
 def is_ours(grad: Tensor) -> bool:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from .._core.available import host_headroom
+from .._core.checks import check_count
 from .._core.sizes import format_bytes, parse_bytes
 from .files import MappedFile, copied_through_file, mapped_file
+from .passes import drop_what_is_left
 from .pinning import pinned
 
 ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
@@ -135,6 +137,7 @@ class HostArena:
 
     def memory(self) -> dict[tuple[str, str], int]:
         """Returns the bytes of the slabs that exist, by their kind and owner."""
+        drop_what_is_left()
         with self._lock:
             return dict(self._by)
 
@@ -171,8 +174,11 @@ class HostArena:
 
         Raises:
             HostMemoryError: a limit would be passed. Nothing has been taken then.
+            TypeError, ValueError: ``size`` is no integer of 0 or more.
         """
+        check_count("size", size, 0)
         device = torch.device(device)
+        drop_what_is_left()
         with self._lock:
             limit, which = self.limit()
             if self.bytes + size > limit:

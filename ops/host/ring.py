@@ -74,17 +74,18 @@ class Place:
     """A run of bytes in a slab.
 
     Attributes:
+        engine: what copies to it.
         written: the ticket of the last copy to it.
     """
 
     def __init__(self, slab: Tensor, first: int, size: int, engine: Engine) -> None:
-        self.slab, self.first, self.size, self._engine = slab, first, size, engine
+        self.slab, self.first, self.size, self.engine = slab, first, size, engine
         self.written: Ticket = None
 
     def wait(self) -> None:
         """Waits until the copies to it have ended: what is there may be read then, or freed."""
         if self.written is not None:
-            self._engine.sync(self.written)
+            self.engine.sync(self.written)
             self.written = None
 
 
@@ -114,18 +115,18 @@ class Piece:
             for copies in (self.up, self.down)
         )
 
-    def fetch(self, engine: Engine, after: Collection[Ticket]) -> Ticket:
-        """Copies to the slot, after these tickets, and returns the ticket of the last copy."""
-        ticket = None
+    def fetch(self, engine: Engine, after: Collection[Ticket]) -> Collection[Ticket]:
+        """Copies to the slot, after these tickets, and returns those after which it may be used:
+        that of the last copy, or the same ones where nothing is copied."""
         for i, (here, there) in enumerate(self._runs_up):
             ticket = engine.up(here, there, () if i else after)
-        return ticket
+        return [ticket] if self._runs_up else after
 
     def store(self, engine: Engine) -> Ticket:
         """Copies from the slot what was computed until now; returns the ticket of the last copy."""
-        after, ticket = [engine.mark()], None
+        ticket = computed = engine.mark()
         for i, (here, there) in enumerate(self._runs_down):
-            ticket = engine.down(there, here, () if i else after)
+            ticket = engine.down(there, here, () if i else (computed,))
         for place in self.places:
             place.written = ticket
         return ticket
@@ -151,7 +152,8 @@ class Run:
 
     def __init__(self, ring: Ring, pieces: Sequence[Piece]) -> None:
         self._ring, self._engine, self._pieces = ring, ring.engine, pieces
-        self._arrived: list[Any] = []  # tickets of the copies up, of the pieces until now
+        # Of the pieces until now, the tickets after which the device may step them.
+        self._arrived: list[Collection[Ticket]] = []
 
     def step(self, index: int, step: Callable[[], None]) -> None:
         """Runs the step of a piece: they are run in their order."""
@@ -161,7 +163,8 @@ class Run:
             last = min(index + len(self._ring.slots), len(self._pieces))
             for ahead in range(len(self._arrived), last):
                 self._arrived.append(self._fetch(self._pieces[ahead]))
-            self._engine.wait(self._arrived[index])
+            for ticket in self._arrived[index]:
+                self._engine.wait(ticket)
             step()
             has_stepped = True
             self._store(self._pieces[index])
@@ -169,10 +172,10 @@ class Run:
             self._abandon(index, has_stepped)
             raise
 
-    def _fetch(self, piece: Piece) -> Any:
+    def _fetch(self, piece: Piece) -> Collection[Ticket]:
         after = [self._ring.busy[piece.slot], *(place.written for place in piece.places)]
         tickets = {id(ticket): ticket for ticket in after if ticket is not None}
-        return piece.fetch(self._engine, tickets.values())
+        return piece.fetch(self._engine, [*tickets.values()])
 
     def _store(self, piece: Piece) -> None:
         self._ring.busy[piece.slot] = piece.store(self._engine)
@@ -183,6 +186,6 @@ class Run:
             if has_stepped:
                 self._store(self._pieces[index])
         finally:
-            for ticket in self._arrived:
-                if ticket is not None:
+            for tickets in self._arrived:
+                for ticket in tickets:
                     self._engine.sync(ticket)

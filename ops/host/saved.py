@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._core.recompute import Kept, can_drop
+from .._core.recompute import Kept, Saving, can_drop, may_be_written
 from .._core.surroundings import cast_parameter, is_plain, is_trained, viewed
 from .arena import default_arena
 from .engines import engine_of
@@ -70,9 +70,14 @@ def trim() -> None:
 
 
 class _Storage:
-    """A storage that has left the device, for the tensors of a graph that look into it."""
+    """A storage that has left the device, for the tensors of a graph that look into it.
 
-    def __init__(self, x: Tensor, slabs: Slabs) -> None:
+    Args:
+        x: looks into it.
+        late: begins to copy it in :meth:`complete`, unless the copy is done at once.
+    """
+
+    def __init__(self, x: Tensor, slabs: Slabs, late: bool) -> None:
         storage = x.untyped_storage()
         self._slab = slabs.take(storage.nbytes(), x.device)
         self._slabs, self._device = slabs, x.device
@@ -85,10 +90,29 @@ class _Storage:
         self._up: Any = None  # the ticket of the copy that fills it
         self._is_overwritten = False
         self._source: Tensor | None = x.detach()  # held as long as it is read
+        self._ticket: Any = None
+        self._has_begun = False
+        if not (late and self._engine.is_asynchronous):
+            self._copy(x)
+
+    def _copy(self, x: Tensor) -> None:
+        self._has_begun, self._source = True, x.detach()
         computed = self._engine.mark()
         self._ticket = self._engine.down(self._slab, _bytes(x), after=(computed,))
         if not self._engine.is_asynchronous:
             self.leave()
+
+    def complete(self, x: Tensor) -> None:
+        """Copies what the operation that saved ``x`` has written since, by which its version need
+        not move."""
+        if self._has_begun and (x._version != self._version or self._is_copied(x)):
+            return
+        self._copy(x)
+
+    def _is_copied(self, x: Tensor) -> bool:
+        if isinstance(x, FakeTensor):
+            return True
+        return not self._engine.is_asynchronous and torch.equal(self._slab, _bytes(x))
 
     def __del__(self) -> None:
         if hasattr(self, "_ticket"):  # there was room
@@ -99,7 +123,8 @@ class _Storage:
     def leave(self) -> None:
         """Frees the memory on the device, once it has been copied."""
         if self._source is not None:
-            self._engine.wait(self._ticket)
+            if self._has_begun:
+                self._engine.wait(self._ticket)
             self._is_overwritten = self._source._version != self._version
             self._source = None
             for token in self._tokens:
@@ -197,6 +222,8 @@ class _Saving:
         }
         # In the order in which they were saved: what memory they get again depends on it.
         self._storages = weakref.WeakKeyDictionary[_Storage, None]()
+        self._saving = Saving()
+        self._late: list[tuple[_Storage, Tensor]] = []
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -211,6 +238,13 @@ class _Saving:
 
     def __exit__(self, *raised: Any) -> None:
         self._hooks.__exit__(*raised)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Lets what operations that have ended may have written after they saved it leave."""
+        late, self._late = self._late, []
+        for storage, x in late:
+            storage.complete(x)
 
     def _leaves(self, x: Tensor) -> bool:
         if not is_plain(x) or x.layout is not torch.strided or x.is_nested or x.is_meta:
@@ -227,14 +261,18 @@ class _Saving:
         )
 
     def _pack(self, x: Tensor) -> Kept | _Token:
+        if self._saving.follow(x):
+            self._complete()
         if not self._leaves(x):
             return Kept(x, self._outer)
         key = x.untyped_storage()._cdata
-        storage = _storages.get(key)
+        storage, late = _storages.get(key), may_be_written(x)
         if storage is None or not storage.holds(x):
             slabs = _slabs_of_fakes if isinstance(x, FakeTensor) else _slabs
             assert slabs is not None
-            storage = _storages[key] = _Storage(x, slabs)
+            storage = _storages[key] = _Storage(x, slabs, late)
+        if late:
+            self._late.append((storage, x))
         self._storages[storage] = None
         return storage.token(x)
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..fitting import Fitted
 from ..fitting.choice import Choice
 from ..fitting.ranks import together
+from ..planning.trace import NOT_EVALUATED
 from ..step.description import Step
 from ..step.micro_batches import SAMPLES, can_cut, parts, repeated, samples_of, shares
 from ..step.rules import rules_of
@@ -89,7 +90,8 @@ class AcceleratedFit:
         """
         accelerator = self._accelerator
         cut = parts(batch, self._parts)
-        work = [(part, share) for part, share in zip(cut, shares(cut, self._step.rule)) if share]
+        every = shares(cut, self._step.rule, batch)
+        work = [(part, share) for part, share in zip(cut, every) if share]
         if self.measured.has_ended:
             self._unhook()
         if self._awaits_step:  # the step raised, or a scaler has skipped it
@@ -234,6 +236,7 @@ def fit(
     )
     if rule is None:
         fitted.notes.append(WHOLE_BATCHES)
+    fitted.notes.append(f"{NOT_EVALUATED}: the loop is the program's own")
     if accelerator.is_main_process:
         tell(str(fitted))
     # Autocast is the accelerator's, which it puts around the model.

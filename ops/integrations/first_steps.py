@@ -11,6 +11,7 @@ from torch import nn
 from .._core.sizes import format_bytes
 from ..fitting import Fitted
 from ..memory.first_steps import FirstSteps
+from ..planning.device import context_bytes
 
 __all__ = ["ToldSteps"]
 
@@ -39,7 +40,8 @@ class ToldSteps(FirstSteps):
         *,
         records: bool = True,
     ) -> None:
-        super().__init__(model, optimizer, device, records=records)
+        context = context_bytes(device)
+        super().__init__(model, optimizer, device, context=context, records=records)
         seconds = fitted.predicted_seconds
         self._predicted_peak = (fitted.predicted_peak or 0) + extra
         self._predicted_seconds = None if seconds is None else seconds * batches

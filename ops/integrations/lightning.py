@@ -9,12 +9,14 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .._core.randomness import generators_kept
 from ..fitting import Fitted
 from ..fitting.ranks import together
+from ..planning.trace import NOT_EVALUATED
 from ..step.description import Step
-from ..step.micro_batches import repeated
+from ..step.micro_batches import bytes_of, repeated
 from .batches import sample_batch
 from .loops import (
     OPTIMIZER_STAYS,
@@ -171,6 +173,7 @@ class FitCallback(FitsLoop, Callback):
             steps = batches_planned(most)
             self._batches = most / steps
             self.extra = extra_bytes(module, batch)
+            eval_batch, eval_notes = _evaluated(trainer)
         values = ValuesRead()
         only: dict[str, Any] = {
             "release": (False,),
@@ -190,6 +193,8 @@ class FitCallback(FitsLoop, Callback):
                 optimizer,
                 repeated(batch, steps),
                 forward=partial(_forward, trainer, values),
+                evaluates=None if eval_batch is None else partial(_evaluate, trainer, values),
+                evaluated=eval_batch,
                 device=module.device,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 max_grad_norm=trainer.gradient_clip_val or None,
@@ -206,7 +211,7 @@ class FitCallback(FitsLoop, Callback):
             )
 
         found = kept_or_found(self.again(self.choice, *self._kept_budgets), fitted)
-        found.notes += values.note()
+        found.notes += [*eval_notes, *values.note()]
         return found
 
 
@@ -272,17 +277,43 @@ def _check(trainer: Trainer, module: LightningModule, optimizers: int) -> None:
         raise ValueError(f"{WHO}: {wrong}")
 
 
+def _evaluated(trainer: Any) -> tuple[Any, list[str]]:
+    """Returns the largest batch of the validation of a training, or None if there is none, and what
+    a report says where it is not planned."""
+    if not trainer.enable_validation:
+        return None, []
+    try:
+        with generators_kept():
+            loaders = trainer.val_dataloaders
+            if loaders is None:  # they are made later
+                loaders = trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader()
+            found = [sample_batch(loader, who=WHO) for loader in tree_leaves(loaders)]
+            return trainer.strategy.batch_to_device(max(found, key=bytes_of)), []
+    except Exception as error:  # training shall not fail for it
+        return None, [f"{NOT_EVALUATED}: {error}"]
+
+
 def _forward(trainer: Trainer, values: ValuesRead, module: Any, batch: Any) -> Tensor:
     """Returns the loss of ``training_step`` of a copy of the module."""
-    step = module.training_step
-    takes = [p for p in inspect.signature(step).parameters.values() if p.kind != p.KEYWORD_ONLY]
+    output = _run(trainer, values, module, module.training_step, batch)
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def _evaluate(trainer: Trainer, values: ValuesRead, module: Any, batch: Any) -> None:
+    """Runs ``validation_step`` of a copy of the module."""
+    _run(trainer, values, module, module.validation_step, batch)
+
+
+def _run(trainer: Trainer, values: ValuesRead, module: Any, step: Any, batch: Any) -> Any:
+    names = inspect.signature(step).parameters
+    takes = [p for p in names.values() if p.kind != p.KEYWORD_ONLY]
+    more = {"dataloader_idx": 0} if "dataloader_idx" in names else {}
     precision = trainer.precision_plugin
     # A copy of the module has no Trainer, and is to log nothing.
     given = {"_trainer": trainer, "log": _ignore, "log_dict": _ignore}
     attached = mock.patch.dict(vars(module), given)
     with attached, precision.forward_context(), values.answered():
-        output = step(batch) if len(takes) == 1 else step(batch, 0)
-    return output["loss"] if isinstance(output, Mapping) else output
+        return step(batch) if len(takes) == 1 else step(batch, 0, **more)
 
 
 def _ignore(*args: Any, **options: Any) -> None:

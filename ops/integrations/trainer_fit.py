@@ -38,6 +38,7 @@ from .trainer_choice import apply, check, choice_of_checkpoint, possible, smalle
 from .trainer_step import (
     TrainerLoss,
     batch_of_loader,
+    evaluated,
     inputs_of,
     optimizer_of,
     rule_of_trainer,
@@ -212,6 +213,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             self._batches = args.gradient_accumulation_steps / steps
             batch = step_of(trainer, repeated(inputs, steps))
             precision = mixed_precision(trainer.accelerator, who=WHO)
+            eval_batch, eval_notes = evaluated(trainer, who=WHO)
         forward = TrainerLoss(trainer)
         step = Step(
             trainer.model,
@@ -220,6 +222,8 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             forward=forward,
             device=device,
             max_grad_norm=args.max_grad_norm or float("inf"),
+            evaluates=None if eval_batch is None else forward.evaluate,
+            evaluated=eval_batch,
             **precision,
         )
         self._step = step.but(batch=None)  # which is on the device
@@ -254,7 +258,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             )
             if not adds_up:
                 found.notes.append(WHOLE_BATCHES)
-            found.notes += forward.values.note()
+            found.notes += [*eval_notes, *forward.values.note()]
             return found
 
         trainer.model.train()  # as the Trainer does before each step

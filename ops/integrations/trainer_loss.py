@@ -57,7 +57,7 @@ def fuse_loss(trainer: Trainer) -> None:
     """Makes a Trainer whose model was patched with ``loss=True`` smooth labels without logits.
 
     Trainer by itself computes a smoothed loss from logits, of a model that it gives no labels.
-    After this call the model gets the labels and computes that loss, in evaluation from logits.
+    After this call the model gets the labels and computes that loss, in evaluation too.
     Without ``label_smoothing_factor`` a Trainer needs no such call.
 
     Raises:

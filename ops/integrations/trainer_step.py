@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from transformers import Trainer
 
 from .._core.randomness import generators_kept
 from ..patching.losses import has_fused_loss
+from ..planning.trace import NOT_EVALUATED
 from ..step.errors import PlanError
-from ..step.micro_batches import SAMPLES, SUM
+from ..step.micro_batches import SAMPLES, SUM, bytes_of
 from .batches import moved, sample_batch
 from .trainer_loss import smoothed_loss
 from .values import ValuesRead
@@ -25,6 +27,7 @@ __all__ = [
     "Batch",
     "TrainerLoss",
     "batch_of_loader",
+    "evaluated",
     "inputs_of",
     "loss_can_be_fused",
     "optimizer_of",
@@ -40,6 +43,11 @@ SHARED = (
     "data_collator",
     "eval_dataset",
     "train_dataset",
+)
+
+KEEPS_LOGITS = (
+    "evaluation is counted with the logits of one batch, but for compute_metrics the Trainer keeps "
+    "those of all batches on the device: eval_accumulation_steps=1 brings them to the host"
 )
 
 Batch = tuple[dict[str, Any], Any]  # the inputs, and the number of items that losses are divided by
@@ -89,6 +97,26 @@ def rule_of_trainer(trainer: Any, batch: Batch) -> str:
     return SUM if scaled else SAMPLES
 
 
+def evaluated(trainer: Any, *, who: str) -> tuple[Any, list[str]]:
+    """Returns the largest batch of the Trainer's evaluation, on the CPU, or None if there is none,
+    and what a report says of what is not planned of it."""
+    args, data = trainer.args, trainer.eval_dataset
+    if data is None or not (args.do_eval or args.eval_on_start):
+        return None, []
+    if getattr(args, "predict_with_generate", False):
+        return None, [f"{NOT_EVALUATED}: it generates, so that its bytes grow with the answers"]
+    try:
+        with generators_kept():
+            names = [*data] if isinstance(data, dict) else [None]
+            found = [sample_batch(trainer.get_eval_dataloader(name), who=who) for name in names]
+    except Exception as error:  # training shall not fail for it
+        return None, [f"{NOT_EVALUATED}: {error}"]
+    keeps = trainer.compute_metrics is not None and not args.prediction_loss_only
+    if keeps and not args.eval_accumulation_steps and not args.batch_eval_metrics:
+        return max(found, key=bytes_of), [KEEPS_LOGITS]
+    return max(found, key=bytes_of), []
+
+
 def loss_can_be_fused(trainer: Any) -> bool:
     """Returns whether nothing of the user's looks at logits while the model trains."""
     own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
@@ -123,12 +151,24 @@ class TrainerLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the loss of a batch."""
         inputs, items = batch
+        with self.values.answered():
+            return self._compute(model)(model, dict(inputs), num_items_in_batch=items)
+
+    def _compute(self, model: nn.Module) -> Any:
         trainer = self._trainer
         compute = trainer.compute_loss
         if has_fused_loss(model) and loss_can_be_fused(trainer):
-            compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
-        with self.values.answered():
-            return compute(model, dict(inputs), num_items_in_batch=items)
+            return functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
+        return compute
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Runs a step of the Trainer's evaluation, whose logits are kept where metrics are computed
+        from them."""
+        trainer = self._trainer
+        only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+        fused = mock.patch.dict(vars(trainer), compute_loss=self._compute(model))
+        with self.values.answered(), fused:
+            trainer.prediction_step(model, dict(inputs), only)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainerLoss:
         made, before = copy.copy(self), self._trainer

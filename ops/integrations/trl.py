@@ -21,6 +21,7 @@ from ..functional.linear_quantized import weight_and_bias
 from ..loss.language_model import is_plain_head, takes_head
 from ..loss.log_prob import linear_log_prob
 from ..patching.losses import Forward
+from .head_probe import returns_logits
 
 __all__ = ["register"]
 
@@ -32,7 +33,8 @@ STATS = {
     "log_sum_sq_probs": "log_sum_sq_probs",
     "mean_logits": "mean_logit",
 }
-# Names in configs by which some models multiply or divide their logits.
+SOFTCAP = "final_logit_softcapping"
+# Names in configs that TRL's head heeds, whether the class of the model does or not.
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
@@ -60,8 +62,9 @@ def register() -> None:
     :func:`headroom.linear_log_prob`, in this process.
 
     It holds for heads that are a Linear. Models with adapters or hooks on their head, with experts
-    whose router has a loss, with logits that are scaled, and weights that DeepSpeed has sharded
-    keep TRL's own.
+    whose router has a loss, and weights that DeepSpeed has sharded keep TRL's own. So do models
+    that do anything to their logits but cap them by ``final_logit_softcapping``, such as scale them
+    or cap them by another name: the ``forward`` of the class is tried on numbers to see that.
 
     Raises:
         ImportError: the package trl is missing, or of a release whose trainers have no such head.
@@ -102,13 +105,18 @@ class _Setter:
         config = model.config.get_text_config()
         if any(getattr(config, name, None) not in (None, 1.0) for name in SCALES):
             return
+        softcap, lm_head = getattr(config, SOFTCAP, None), model.get_output_embeddings()
+        if not isinstance(lm_head, nn.Linear) or not returns_logits(
+            model, model.base_model, lm_head, softcap
+        ):
+            return
         head = Head(
             model.forward,
             self._output,
             temperature,
             cast_lm_head_to_fp32,
             tuple(outputs),
-            getattr(config, "final_logit_softcapping", None),
+            softcap,
         )
         model.forward = Forward(fused_forward, model, head)
 

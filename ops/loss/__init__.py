@@ -5,23 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .._core.lazy import lazy
 from .distillation import linear_distillation_loss
 from .language_model import language_model_loss
 from .linear_cross_entropy import linear_cross_entropy
 from .log_prob import linear_log_prob
-
-if TYPE_CHECKING:
-    from .parallel import parallel_linear_cross_entropy
-else:
-    __getattr__, __dir__ = lazy(__name__, {".parallel": ("parallel_linear_cross_entropy",)})
 
 __all__ = [
     "language_model_loss",
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_log_prob",
-    "parallel_linear_cross_entropy",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import check_choice, check_count, check_flags
+from .._core.checks import check_choice, check_flags
 from .._core.registration import by_name
 from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
@@ -46,9 +46,7 @@ def linear_cross_entropy(
     empty: str = "zero",
     mode: str = "auto",
     workspace: int | str | None = None,
-    max_counted: int | None = None,
     accumulate_into_grad: bool = False,
-    round_each_chunk: bool = False,
     check_target: bool = False,
     stats: Sequence[str] = (),
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
@@ -74,7 +72,8 @@ def linear_cross_entropy(
             :func:`torch.nn.functional.cross_entropy`; it gets no gradient.
         token_weight: ``[...]``, a factor for each target; it gets no gradient. "mean" divides by
             the sum of the products of both weights.
-        ignore_index: rows with this target count for nothing, and on the CPU cost nothing.
+        ignore_index: rows with this target count for nothing, and on the CPU cost nothing; on CUDA,
+            where nobody waits for their number, they cost as much as others.
         reduction: "mean", "sum" or "none".
         denominator: what the sum is divided by, a number or a tensor of one element, which gets no
             gradient: the tokens of all micro-batches, for example. ``reduction`` must then be
@@ -98,13 +97,9 @@ def linear_cross_entropy(
         workspace: bytes of logits at a time, such as ``"256 MiB"``; None: half of the bytes of
             ``weight`` in the dtype of hidden, and at least 32 MiB (256 MiB on CUDA), of which
             "vocabulary" leaves up to half to copies of the rows.
-        max_counted: at least as many rows as count, for CUDA, where nobody waits for their number:
-            products then leave out the other rows. If more count, the loss is NaN.
         accumulate_into_grad: adds the gradients of ``weight`` and ``bias``, which must be leaves,
             to their ``.grad`` in the backward pass, and returns none: hooks of them, and with them
             DistributedDataParallel and FSDP, do not run. Not under ``torch.compile``.
-        round_each_chunk: adds up the gradient of a bfloat16 ``weight`` in bfloat16 instead of
-            float32, which saves two bytes per element and loses what is small beside the sum.
         check_target: on CUDA, waits for the device to look at the targets, and raises as on the CPU
             if one is no class. For a search for the bad label: the wait costs time in every step,
             and the capture of a CUDA graph, which cannot wait, is refused.
@@ -136,11 +131,8 @@ def linear_cross_entropy(
     check_flags(
         shift=shift,
         accumulate_into_grad=accumulate_into_grad,
-        round_each_chunk=round_each_chunk,
         check_target=check_target,
     )
-    if max_counted is not None:
-        check_count("max_counted", max_counted, 0)
     hidden, weight, bias = _layer(hidden, weight, bias)
     options = ops.Options(
         ignore_index=ignore_index,
@@ -150,8 +142,6 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         mode=ops.MODES["tokens" if mode == "auto" and "rank" in stats else mode],
         workspace_limit=_workspace(workspace),
-        most_counted=-1 if max_counted is None else max_counted,
-        round_each_chunk=round_each_chunk,
         shift=shift,
         check_target=check_target,
     )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
     Args:
         limit: bytes, or text such as ``"2 GiB"``.
         model, optimizer: as in :func:`track`; they are counted, and named in the report.
-        device: to look at; that of the model, else the CPU.
+        device: to look at; that of the model, else the CPU, and what is allocated on each GPU,
+            whose peak in torch's statistics begins anew.
         top: how many owners the report names.
 
     Raises:
@@ -97,6 +99,8 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
         self._optimizers = [] if model is None else checked(model, optimizer)
         self._model, self._top = nn.Module() if model is None else model, top
         self._device = device_of(self._model, "cpu" if device is None and model is None else device)
+        self._looks_at_gpus = device is None and model is None
+        self._on_gpus: list[int] = []
         self._tracked: Tracked | None = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,10 +108,16 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
 
     def _recreate_cm(self) -> assert_peak_below:
         arguments = self._model, self._optimizers
-        return type(self)(self.limit, *arguments, device=self._device, top=self._top)
+        made = type(self)(self.limit, *arguments, device=self._device, top=self._top)
+        made._looks_at_gpus = self._looks_at_gpus
+        return made
 
     def __enter__(self) -> Tracked:
         self._tracked = Tracked(self._model, self._optimizers, self._device, None, True)
+        if self._looks_at_gpus:
+            self._on_gpus = _allocated_on_gpus()
+            for gpu in range(len(self._on_gpus)):
+                torch.cuda.reset_peak_memory_stats(gpu)
         return self._tracked.__enter__()
 
     def __exit__(self, kind: Any, *raised: Any) -> None:
@@ -122,6 +132,14 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
                 f"{format_bytes(self.limit)}\n\n{self._tracked.timeline.table(self._top)}",
                 self._tracked.timeline,
             )
+        peaks = _allocated_on_gpus(torch.cuda.max_memory_allocated) if self._looks_at_gpus else []
+        for gpu, (before, most) in enumerate(zip_longest(self._on_gpus, peaks, fillvalue=0)):
+            if kind is None and most - before > self.limit:
+                raise PeakMemoryError(
+                    f"{format_bytes(most - before)} were live at once on cuda:{gpu}, wanted at "
+                    f"most {format_bytes(self.limit)}; device='cuda:{gpu}' shows whose they are",
+                    self._tracked.timeline,
+                )
 
 
 def assert_no_growth(
@@ -130,7 +148,7 @@ def assert_no_growth(
     steps: int = 5,
     warmup: int = 2,
     tolerance: int | str = 0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Any:
     """Runs a step again and again, and raises if each time leaves more memory behind.
 
@@ -150,11 +168,11 @@ def assert_no_growth(
         steps: how many are compared, at least 2.
         warmup: how many run before.
         tolerance: bytes per step that may stay.
-        device: whose memory to look at.
+        device: whose memory to look at; else that of the CPU, and what is allocated on each GPU.
 
     Raises:
         TypeError: an ``async`` function or a generator, whose code runs after the call.
-        GrowthError: an AssertionError that names the lines that allocated what stays.
+        GrowthError: an AssertionError that names the lines that allocated what stays, or the GPU.
     """
     if steps < 2 or warmup < 0:
         raise ValueError(f"steps={steps}, warmup={warmup}; wanted at least 2 and 0")
@@ -171,8 +189,10 @@ def assert_no_growth(
             return run
 
         return decorator
-    with Tracked(nn.Module(), [], torch.device(device), None, True) as tracked:
+    place, on_gpus = torch.device("cpu" if device is None else device), list[list[int]]()
+    with Tracked(nn.Module(), [], place, None, True) as tracked:
         for _ in range(warmup + steps):
+            on_gpus.append(_allocated_on_gpus() if device is None else [])
             tracked.watch.begin_step()
             _ran(step)
     # The last step's may be freed by the next, as those of each step before were.
@@ -181,7 +201,20 @@ def assert_no_growth(
     per_step = sum(a.bytes for a in left) / (steps - 1)
     if per_step > parse_bytes(tolerance, "tolerance"):
         raise GrowthError(_growth(left, per_step, steps - 1), left)
+    # Before the first step that is compared, and before the last.
+    for gpu, (before, after) in enumerate(zip_longest(on_gpus[warmup], on_gpus[-1], fillvalue=0)):
+        if (per_step := (after - before) / (steps - 1)) > parse_bytes(tolerance, "tolerance"):
+            raise GrowthError(
+                f"each of {steps - 1} steps left {format_bytes(per_step)} behind on cuda:{gpu}, on "
+                f"average; device='cuda:{gpu}' names the lines",
+                [],
+            )
     return None
+
+
+def _allocated_on_gpus(what: Callable[[int], int] = torch.cuda.memory_allocated) -> list[int]:
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return [what(gpu) for gpu in range(count)]
 
 
 def _growth(left: list[Allocation], per_step: float, steps: int) -> str:

@@ -14,7 +14,9 @@ from .._core.atomic import write_json
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 
-__all__ = ["KINDS", "PHASES", "Allocation", "Owner", "Span", "Timeline"]
+__all__ = ["KINDS", "PHASES", "SMALLEST_BLOCK", "Allocation", "Owner", "Span", "Timeline"]
+
+SMALLEST_BLOCK = 512  # bytes, of which torch's allocator for CUDA gives multiples
 
 KINDS: dict[str, str] = {
     "parameters": "parameters of the model, in the dtype that the forward pass reads",
@@ -114,6 +116,8 @@ class Timeline:
         notes: sentences that :meth:`table` ends with.
         host: what the host arena held meanwhile; None: nothing.
         link_bytes: bytes that the last step copied between the device and the arena.
+        workspaces: of a plan for CUDA, the scratch memory of cuBLAS, which is no tensor and no part
+            of the live bytes; it is not saved.
     """
 
     allocations: list[Allocation]
@@ -122,6 +126,7 @@ class Timeline:
     notes: list[str] = field(default_factory=list)
     host: Timeline | None = None
     link_bytes: int = 0
+    workspaces: list[Allocation] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ends = (a.start if a.end is None else a.end for a in self.allocations)

@@ -24,11 +24,14 @@ class FirstSteps:
     Call :meth:`step_began` and :meth:`step_ended` around each step, :meth:`pause` before something
     else than a step, such as an evaluation, and :meth:`abandon` if a step raises or is not
     finished. On the CPU allocations are recorded by :func:`headroom.memory.track`, which slows the
-    steps down: hence others are timed. On CUDA the allocator counts.
+    steps down: hence others are timed. On CUDA the allocator counts what it has reserved, because
+    a budget bounds that.
 
     Args:
         model, optimizer: those that are trained.
         device: where.
+        context: bytes that the process takes on a CUDA device besides the allocator's, which count
+            as well.
         records: whether the peak is measured; not where nothing would end a recording after an
             error.
 
@@ -39,9 +42,16 @@ class FirstSteps:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, device: torch.device, *, records: bool = True
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        context: int = 0,
+        records: bool = True,
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
+        self._context = context
         self._records = records
         self._recording: Any = None
         self._runs = False  # a step
@@ -90,8 +100,10 @@ class FirstSteps:
         self._whole = False
         recording = self._stopped()
         if recording is not None and self.count:
-            cuda = self._device.type == "cuda"
-            peak = torch.cuda.max_memory_allocated(self._device) if cuda else recording.peak_bytes
+            if self._device.type == "cuda":
+                peak = torch.cuda.max_memory_reserved(self._device) + self._context
+            else:
+                peak = recording.peak_bytes
             self.peak = max(peak, self.peak or 0)
             self.host_peak = max(default_arena().peak, self.host_peak or 0)
 
@@ -113,6 +125,8 @@ class FirstSteps:
             return
         default_arena().reset_peak()
         if self._device.type == "cuda":
+            if self.count == 0:  # what ran before; later it would part free memory from states
+                torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             self._recording = self._device
             return

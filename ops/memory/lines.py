@@ -17,10 +17,12 @@ _INNER = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
     str(Path(__file__).parents[1] / "step") + os.sep,
+    str(Path(__file__).parents[2] / "headroom_rehearsal") + os.sep,  # what computes in its place
     "<",
     "torch/",  # below the folder of sys.path that it was imported from
     "headroom/memory/",
     "headroom/step/",
+    "headroom_rehearsal/",
 )
 
 Place = tuple[tuple[CodeType, int], ...]

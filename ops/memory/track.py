@@ -83,12 +83,12 @@ class Tracked:
         return self._timeline
 
     def _read(self) -> Timeline:
-        events, notes = self.seen()
+        events, notes = self._seen()
         return resolve(
             self.before, events, notes, str(self._device), self.recorder.remarks, self._slabs
         )
 
-    def seen(self) -> tuple[list[Event], list[Note]]:
+    def _seen(self) -> tuple[list[Event], list[Note]]:
         """Returns what happened, in order, and the notes by their numbers. May be called once."""
         notes = self.watch.notes
         events = self.recorder.events(self.watch.modules)

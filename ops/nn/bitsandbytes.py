@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.registration import FLOATS
+from .._core.surroundings import is_plain
 from .._core.text import quoted
 from ..functional.dynamic_map import dynamic_map
 from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix
@@ -52,6 +54,21 @@ def block_count(shape: tuple[int, int], block_size: int) -> int:
     return -(-math.prod(shape) // block_size)
 
 
+def floats_of(q: QuantizedMatrix) -> Tensor:
+    """Returns the float32 numbers among the scales of a matrix, in memory of their own: all of
+    them, or the scales of nested ones and, as the last, what was subtracted from these."""
+    codes = block_count(q.shape, q.block_size) if q.nested else 0
+    return q.scales[codes + -codes % 4 :].clone().view(torch.float32)
+
+
+def is_finite(q: QuantizedMatrix) -> bool:
+    """Returns whether all scales of a matrix are finite; True for shards, and tensors without
+    values. Reads a number from the device."""
+    if not is_plain(q.scales) or q.scales.is_meta or isinstance(q.scales, FakeTensor):
+        return True
+    return bool(floats_of(q).isfinite().all())
+
+
 # ---- writing -------------------------------------------------------------------------------------
 
 
@@ -70,7 +87,7 @@ def entries_of(q: QuantizedMatrix) -> dict[str, Tensor]:
         "shape": list(q.shape),
     }
     if q.nested:
-        rest = q.scales[blocks + -blocks % 4 :].clone().view(torch.float32)
+        rest = floats_of(q)
         found = {
             "weight.absmax": q.scales[:blocks].clone(),
             "weight.quant_map": quant_map,
@@ -189,8 +206,9 @@ def _nested_parts(
             f"scales are quantized in blocks of {quoted(state.get('nested_blocksize'))} to "
             f"{quoted(state.get('nested_dtype'))}, wanted blocks of {NESTED_BLOCK} to float32"
         )
-    if type(offset) not in (float, int):
-        raise ValueError(f"'nested_offset' is {quoted(offset)}, wanted a number")
+    largest = torch.finfo(torch.float32).max
+    if type(offset) not in (float, int) or not abs(offset) <= largest:  # which no NaN is
+        raise ValueError(f"'nested_offset' is {quoted(offset)}, wanted a finite number")
     _check_map("weight.nested_quant_map", entries, dynamic_map(True))
     shape = (-(-blocks // NESTED_BLOCK),)
     _check("weight.nested_absmax", nested_absmax, torch.float32, shape)

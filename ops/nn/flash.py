@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._core.rows import autocast_dtype, cast
-from .._core.surroundings import takes_ops
+from .._core.surroundings import constant_in_graphs, takes_ops
 from ..functional.attention_segments import ends_of, groups_of, pieces_of
 from ..functional.linear import SLOW_ON_CPU
 from .pattern import Pattern, masked
@@ -180,13 +180,13 @@ def _varlen_arguments() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _varlen_knows(argument: str) -> bool:
     """Returns whether torch has a ``varlen_attn`` with such an argument."""
     return argument in _varlen_arguments()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _allows_flash(device: torch.device) -> bool:
     """Returns whether a device has FlashAttention, and :func:`torch.nn.attention.sdpa_kernel` does
     not rule it out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._core.all_or_nothing import all_or_nothing
 from .._core.checks import check_count, check_flags, check_number
 from .._core.grouping import grouped
 from .._core.rows import autocast_dtype
 from .._core.surroundings import takes_ops
+from .._core.text import quoted
 from ..functional.linear import linear
 from ..functional.quantize_matrix import QuantizedMatrix
 from .dora import Magnitude, dora_linear, row_factors, row_norms, scale_columns
@@ -39,7 +42,8 @@ class Adapter:
 
     Raises:
         TypeError: one of them has another type.
-        ValueError: the rank is less than 1, alpha is not finite, or the dropout is not in [0, 1).
+        ValueError: the rank is not from 1 to 2^31 - 1, alpha is not finite, or the dropout is not
+            in [0, 1).
     """
 
     rank: int
@@ -53,8 +57,10 @@ class Adapter:
         check_number("alpha", self.alpha)
         check_number("dropout", self.dropout)
         check_flags(rslora=self.rslora, dora=self.dora)
-        if not math.isfinite(self.alpha):
-            raise ValueError(f"alpha is {self.alpha}, wanted a finite number")
+        if self.rank >= 1 << 31:
+            raise ValueError(f"rank is {self.rank}, wanted less than 2^31")
+        if not abs(self.alpha) <= sys.float_info.max:  # a NaN, an infinity, or a larger integer
+            raise ValueError(f"alpha is {quoted(self.alpha)}, wanted a finite number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, wanted a number in [0, 1)")
 
@@ -128,11 +134,12 @@ class LoRALayer(Switched):
         """
         if name in self.adapters:
             raise ValueError(f"there is an adapter {name!r} already")
-        self._add_matrices(name, adapter.rank, {"device": self.weight.device, "dtype": dtype})
-        if adapter.dora:
-            norms = row_norms(self.base_matrix(), *self.matrices(name), adapter.scale)
-            self.lora_magnitude_vector[name] = Magnitude(norms.to(dtype or norms.dtype))
-        self.adapters[name] = adapter
+        with all_or_nothing(self):
+            self._add_matrices(name, adapter.rank, {"device": self.weight.device, "dtype": dtype})
+            if adapter.dora:
+                norms = row_norms(self.base_matrix(), *self.matrices(name), adapter.scale)
+                self.lora_magnitude_vector[name] = Magnitude(norms.to(dtype or norms.dtype))
+            self.adapters[name] = adapter
 
     def delete_adapter(self, name: str) -> None:
         """Removes an adapter of this name, if there is one."""

@@ -22,6 +22,7 @@ from .bitsandbytes import (
     TABLES,
     entries_of,
     is_bitsandbytes_key,
+    is_finite,
     matrix_of,
 )
 
@@ -170,7 +171,7 @@ class QuantizedLinear(nn.Linear):
         parameters, or where there is none.
 
         Raises:
-            ValueError: the entries do not fit each other or the module.
+            ValueError: the entries do not fit each other or the module, or a scale is not finite.
         """
         weight, shape = entries.get("weight"), (self.out_features, self.in_features)
         quantized = {k: v for k, v in entries.items() if k == "weight" or is_bitsandbytes_key(k)}
@@ -188,6 +189,9 @@ class QuantizedLinear(nn.Linear):
         q = matrix_of(quantized, shape, self.weight_dtype)
         if q.format not in self.formats:
             raise ValueError(f"it is in {q.format}, and the layer is a {type(self).__name__}")
+        if not is_finite(q):
+            where = "'SCB'" if q.format == "int8" else "'weight.absmax' and what belongs to it"
+            raise ValueError(f"{where} must have finite numbers alone")
         return q
 
     def _make_room(self, q: QuantizedMatrix, assign: bool) -> None:
@@ -289,11 +293,8 @@ def quantized_weight(
         ValueError: an element is not finite.
     """
     q = quantize_matrix(weight, to=to, block_size=block_size, double=double, search=search)
-    if not q.scales.is_meta and q.scales.numel():
-        # The largest magnitudes, and so their mean, are finite if all elements are.
-        sums = q.scales[-4:] if q.nested else q.scales
-        if not sums.clone().view(torch.float32).isfinite().all():
-            raise ValueError("an element is not finite")
+    if not is_finite(q):  # the largest magnitudes, and so their mean, are if all elements are
+        raise ValueError("an element is not finite")
     return q
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .._core.capture import is_capturing
 from .._core.recompute import Dropping, can_drop
 from .._core.rows import autocast_dtype
 from ..host.saved import saved_on_host
@@ -173,6 +174,7 @@ class _Dropout:
         self.p = p
         # From torch's generator, so that torch.manual_seed decides, and a checkpoint restores it.
         self._seed = int(torch.randint(2**62, (), device="cpu"))
+        self._kept: Tensor | None = None
 
     def _mask(self, shape: torch.Size, device: torch.device) -> Tensor:
         generator = torch.Generator(device).manual_seed(self._seed)
@@ -180,7 +182,14 @@ class _Dropout:
         return mask.bernoulli_(self.p, generator=generator)
 
     def __call__(self, x: Tensor, run: Run) -> Tensor:
-        dropped = run(functools.partial(self._mask, x.shape, x.device))
+        if self._kept is None and x.is_cuda and is_capturing():
+            # A seed would drop the same elements in every replay, and a generator cannot be made.
+            # torch's own draws others in each; it cannot repeat them, so that the mask is kept.
+            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+            self._kept = mask.bernoulli_(self.p)
+        dropped = self._kept
+        if dropped is None:
+            dropped = run(functools.partial(self._mask, x.shape, x.device))
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         return x.masked_fill(dropped, 0.0) * scale
 

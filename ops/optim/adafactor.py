@@ -195,7 +195,7 @@ class Adafactor(Optimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         hf = self.semantics == "hf"
         row, col, variance = NAMES[self.semantics]
         momentum = (float32_slot("exp_avg"),) if hf and group["beta1"] is not None else ()
@@ -203,13 +203,13 @@ class Adafactor(Optimizer):
         factored = Layout((*momentum, LINES[row], LINES[col], *extra))
         return factored, Layout((float32_slot(variance), *momentum, *extra))
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return FACTORED if param.dim() >= 2 else VECTOR
 
-    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
+    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return VECTOR if NAMES[self.semantics][2] in entry else FACTORED
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         # torch's statistics have the gradient's dtype, and ours are always float32.
@@ -278,9 +278,9 @@ class Adafactor(Optimizer):
                         "start its statistics anew"
                     )
 
-    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         self._check_shapes([param])
-        return super().entry(param, group)
+        return super()._entry(param, group)
 
     # ---- one step -------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Adam(Optimizer):
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
         moments = (Slot(name, dtype=dtype, loads=FLOATS) for name in names)

@@ -128,8 +128,8 @@ class Adam8bit(EightBit, Adam):
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        chosen = super().layout_index(param, group)
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+        chosen = super()._layout_index(param, group)
         # A checkpoint may bring amsgrad: what has no state then gets float32 moments.
         is_free = not self.state.get(param) and param not in self._overrides
         return 0 if group["amsgrad"] and is_free else chosen

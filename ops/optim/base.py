@@ -34,6 +34,7 @@ from ..param_states.loading import (
     complete_groups,
     export_state,
     keep_states,
+    own_states,
     restored_states,
 )
 from ..param_states.memory import StateMemory, state_memory
@@ -145,7 +146,7 @@ class Optimizer(StatefulOptimizer):
         arguments."""
         raise NotImplementedError
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns a loaded state of another library in the form of this optimizer, unchecked."""
@@ -207,7 +208,7 @@ class Optimizer(StatefulOptimizer):
                 ops before it have: a group takes one op for each layout of states and device. Or
                 memory runs out: then nothing has been written.
         """
-        if (handle := self.release_handle) is not None and handle.finish(closure, max_grad_norm):
+        if (handle := self.release_handle) is not None and handle._finish(closure, max_grad_norm):
             return None
         loss = None
         if closure is not None:
@@ -236,8 +237,8 @@ class Optimizer(StatefulOptimizer):
         calls = [call for plan in plans for call in self._calls(plan, scalars)]
         for group in self.param_groups if traced else ():
             calls += self._calls_on_lists(group, scalars)
-        count = self.prepared_count(scalars.found_inf)
-        self.restart_stalled()
+        count = self._prepared_count(scalars.found_inf)
+        self._restart_stalled()
         self._run(calls)
         if self.paging is not None:
             self.paging.finish()
@@ -248,7 +249,7 @@ class Optimizer(StatefulOptimizer):
         """Returns the scalars that were set as attributes."""
         return StepScalars(self.grad_scale, self.found_inf, self.clip_coef)
 
-    def prepared_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> Call:
+    def _prepared_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> Call:
         """Returns the call that steps some parameters of group ``index``, which have gradients, and
         no others. It measures nothing: it skips, unscales and clips by ``scalars`` alone."""
         with torch.no_grad():
@@ -290,13 +291,13 @@ class Optimizer(StatefulOptimizer):
             for i, bucket in enumerate(plan.buckets):
                 if tables[i] is None and any(param not in self.state for param in bucket.params):
                     for param in bucket.params:
-                        self.entry(param, plan.group)
+                        self._entry(param, plan.group)
                     tables[i] = self._table(bucket)
         except (RuntimeError, NotImplementedError) as error:
             raise explained(self, error, plan.params, plan.grads) from error
         if any(table is None for table in tables):
             return self._calls_on_lists(plan.group, scalars)
-        return self.calls_on(plan.group, zip(plan.buckets, tables), scalars)
+        return self._calls_on(plan.group, zip(plan.buckets, tables), scalars)
 
     def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a group by ops that take lists of
@@ -316,7 +317,7 @@ class Optimizer(StatefulOptimizer):
             for chosen in positions.values():
                 members = [[column[i] for i in chosen] for column in (owners, *columns)]
                 buckets.append((Bucket(layout, *members[:3]), members[3:]))
-        return self.calls_on(group, buckets, scalars)
+        return self._calls_on(group, buckets, scalars)
 
     def _list_key(self, param: Tensor) -> Hashable:
         """Returns what parameters that one op takes as lists have in common."""
@@ -338,13 +339,15 @@ class Optimizer(StatefulOptimizer):
         for param in group["params"]:
             if param.grad is None:
                 continue
-            layout, chosen = lists[self.layout_index(param, group), self.weights_mode(param, group)]
-            entry = self.entry(param, group)
+            layout, chosen = lists[
+                self._layout_index(param, group), self.weights_mode(param, group)
+            ]
+            entry = self._entry(param, group)
             values = (param, param.grad, *(entry[name] for name in layout.names))
             for value, column in zip(values, chosen):
                 column.append(value)
 
-    def calls_on(
+    def _calls_on(
         self, group: dict[str, Any], buckets: Iterable[tuple[Bucket, Any]], scalars: StepScalars
     ) -> Calls:
         """Returns the calls that step buckets, each with its states: lists, or a table."""
@@ -368,7 +371,7 @@ class Optimizer(StatefulOptimizer):
             if self._stalled is not None:
                 self._stalled.stepped += sum(param.numel() for param in bucket.params)
 
-    def restart_stalled(self) -> None:
+    def _restart_stalled(self) -> None:
         """Forgets the weights that did not move, at the beginning of a step."""
         if self._stalled is not None:
             self._stalled.restart()
@@ -403,7 +406,7 @@ class Optimizer(StatefulOptimizer):
             self._skips.warn("read", words, self._culprit, stacklevel=3)
         return skipped
 
-    def prepared_count(self, found_inf: Tensor | None) -> Call:
+    def _prepared_count(self, found_inf: Tensor | None) -> Call:
         """Returns the call that counts a step, which is skipped if the flag is not 0, after
         everything that it needs has been made."""
         if found_inf is None:
@@ -423,14 +426,14 @@ class Optimizer(StatefulOptimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def state_device(self, param: Tensor) -> torch.device:
+    def _state_device(self, param: Tensor) -> torch.device:
         is_paged = self.paging is not None and param not in self.paging.resident
         return torch.device("cpu") if is_paged else param.device
 
-    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if self.paging is not None and param not in self.paging.resident:
             return self.paging.entry(self, param, group)
-        return super().entry(param, group)
+        return super()._entry(param, group)
 
     def memory(self) -> list[StateMemory]:
         """Returns the bytes of the state on this rank, by its dtypes. Parameters before their first
@@ -459,8 +462,9 @@ class Optimizer(StatefulOptimizer):
         """Loads a state made by ``state_dict()`` of this optimizer or of its torch counterpart.
 
         States keep the dtype they were saved in, whatever the dtype of the parameters, and move to
-        the parameter's device. If something does not fit, the error names the parameter and the
-        reason, and the optimizer stays as it was.
+        the parameter's device. They are copies, unless they are this optimizer's own, so that steps
+        write to no other optimizer and to no state dict that was kept. If something does not fit,
+        the error names the parameter and the reason, and the optimizer stays as it was.
 
         Raises:
             TypeError, ValueError: an option of a group is missing or out of range; or a state is
@@ -498,7 +502,14 @@ class Optimizer(StatefulOptimizer):
                 self.paging.adopt(self, groups, restored)
         self._places = []
         self.__dict__.setdefault("_skips", SkippedSteps())
+        before = {
+            param: dict(entry)
+            for param, entry in self.__dict__.get("state", {}).items()
+            if isinstance(entry, dict)
+        }
         super().__setstate__(state | {"state": restored})
+        if is_checkpoint:
+            own_states(self.state, state["state"], before)
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
         """Refuses a group of a checkpoint whose options a step could not use."""

@@ -39,7 +39,7 @@ class EightBit(Optimizer):
         super().__init_subclass__(**options)
         cls.scale_names = tuple(map(absmax_of, cls.code_names))
 
-    def codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the names of the moments that parameters of a group have, which may be codes."""
         return self.code_names
 
@@ -99,14 +99,14 @@ class EightBit(Optimizer):
     def skips_nonfinite(self) -> bool:
         return self.defaults["nonfinite"] == "skip_step"
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         in_float32 = Layout(
             tuple(
                 slot if slot is STEP else slot._replace(dtype=torch.float32)
-                for slot in super().layouts(group)[0].slots
+                for slot in super()._layouts(group)[0].slots
             )
         )
-        names = self.codes_in(group)
+        names = self._codes_in(group)
         codes = (Slot(name, dtype=torch.uint8) for name in names)
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         absmaxs = (
@@ -116,32 +116,32 @@ class EightBit(Optimizer):
         )
         return in_float32, Layout((*codes, *absmaxs, STEP))
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
-        if entry and self.codes_in(group)[0] in entry:
-            return self.layout_index_of_state(entry)
+        if entry and self._codes_in(group)[0] in entry:
+            return self._layout_index_of_state(entry)
         if param in self._overrides:
             return int(self._overrides[param] == 8)
         return int(group["optim_bits"] == 8 and param.numel() >= group["min_8bit_size"])
 
     def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Every step asks for thousands of small parameters.
-        name = self.codes_in(group)[0]
+        name = self._codes_in(group)[0]
         return [
             int(entry[name].dtype is torch.uint8)
             if entry and name in entry
-            else self.layout_index(param, group)
+            else self._layout_index(param, group)
             for param, entry in zip(params, map(self.state.get, params))
         ]
 
-    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
+    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
         moments = map(entry.get, self.code_names)
         return int(any(getattr(one, "dtype", None) == torch.uint8 for one in moments))
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
-        entry = dict(super().translated(param, entry, group))
+        entry = dict(super()._translated(param, entry, group))
         for name in self.scale_names:
             scales = entry.get(name)
             if not isinstance(scales, Tensor) or isinstance(scales, DTensor):

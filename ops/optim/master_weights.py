@@ -142,5 +142,5 @@ def _weights(
         for param in group["params"]:
             mode = optimizer.weights_mode(param, group)
             if mode.residual and create:
-                optimizer.entry(param, group)
+                optimizer._entry(param, group)
             yield param, mode, optimizer.state.get(param, {}).get(mode.residual)

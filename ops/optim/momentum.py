@@ -51,25 +51,26 @@ class OneMoment(Optimizer):
         """Returns whether the parameters of a group have a moment."""
         return True
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         if self._has_moment(group):
             return (Layout((Slot(self.moment, dtype=dtype, loads=FLOATS), STEP)),)
         # Random numbers depend on the step, and nothing else does.
         return (Layout((STEP,) if mode_of(group).is_random else ()),)
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         """Counts the step of a state of torch's SGD, or of a Lion that does not count: there is a
-        moment after the first step."""
+        moment after the first step. It is kept without a momentum, too, which may return."""
         entry = {name: value for name, value in entry.items() if value is not None}
-        counted = float(self.moment in entry)
-        for name in self.layout(param, group, self.layout_index_of_state(entry)).names:
-            if name == "step":
-                entry.setdefault("step", counted)
-            elif name == self.moment and not entry.get("step"):
-                entry.setdefault(name, self.layout(param, group, 0).slot(name).new(param))
+        names = self.layout(param, group, self._layout_index_of_state(entry)).names
+        if self.moment in entry:
+            entry.setdefault("step", 1.0)
+        elif "step" in names:
+            entry.setdefault("step", 0.0)
+        if self.moment in names and not entry.get("step"):
+            entry.setdefault(self.moment, self.layout(param, group, 0).slot(self.moment).new(param))
         return entry
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +223,7 @@ class Lion(OneMoment):
         super()._check_options(options)
         check_betas(options["betas"])
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         if "exp_avg_sq" in entry:  # a group of Adam's has all options of Lion's
@@ -230,7 +231,7 @@ class Lion(OneMoment):
                 f"the loaded state of {name_of(self.param_groups, param)} has an 'exp_avg_sq': it "
                 f"is Adam's, whose learning rate is many times that of {type(self).__name__}"
             )
-        return super().translated(param, entry, group)
+        return super()._translated(param, entry, group)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._options(group) | lion_options(*group["betas"])

@@ -23,8 +23,8 @@ class OneMoment8bit(EightBit, OneMoment):
         self._overrides = {}
         OneMoment.__init__(self, params, {"optim_bits": 8} | given)
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        return super().layout_index(param, group) if self._has_moment(group) else 0
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+        return super()._layout_index(param, group) if self._has_moment(group) else 0
 
     def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         has_moment = self._has_moment(group)

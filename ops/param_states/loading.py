@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from .._core.dtensor import local_part
 from .._core.names import param_names
 from .._core.overlap import is_dense, is_freed
+from .._core.ownership import Ownership
 from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
@@ -138,10 +139,33 @@ def restored_states(
                 if isinstance(value, Tensor):
                     on_meta = local_part(param).is_meta
                     _check_memory(key, value, names[param], may_be_on_meta=on_meta)
-            values = optimizer.translated(param, values, group)
+            values = optimizer._translated(param, values, group)
             values = _restored(optimizer, param, values, group, names[param])
         restored[param] = values
     return restored
+
+
+def own_states(
+    states: dict[Any, Any], loaded: dict[Any, Any], before: dict[Any, dict[str, Any]]
+) -> None:
+    """Copies the tensors of loaded states that have memory of the state dict. Each takes the place
+    of one of the states ``before``, which is dropped then: a load takes the memory of one tensor
+    more. What the optimizer had already it keeps."""
+    given = [value.value for entry in loaded.values() for value in _uncast(entry)]
+    ownership = Ownership(given, before)
+    for param, entry in states.items():
+        if not isinstance(entry, dict):
+            states[param] = ownership.owned(entry)
+            continue
+        replaced = before.get(param, {})
+        for name, value in entry.items():
+            entry[name] = ownership.owned(value)
+            replaced.pop(name, None)
+
+
+def _uncast(entry: Any) -> list[Uncast]:
+    values = entry.values() if isinstance(entry, dict) else [entry]
+    return [value for value in values if isinstance(value, Uncast)]
 
 
 def _restored(
@@ -152,7 +176,7 @@ def _restored(
     name: str,
 ) -> dict[str, Any]:
     """Returns a loaded state on the device and in the memory order of its parameter, or raises."""
-    layout = optimizer.layout(param, group, optimizer.layout_index_of_state(entry))
+    layout = optimizer.layout(param, group, optimizer._layout_index_of_state(entry))
     unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
     if unknown:
         raise ValueError(
@@ -162,12 +186,17 @@ def _restored(
             "load_master_weights()"
         )
     restored = dict(entry)
+    device = optimizer._state_device(param)
     for key in layout.names:
         if key in entry:
-            slot, device = layout.slot(key), optimizer.state_device(param)
-            restored[key] = _checked(entry[key], layout, slot, param, name, device)
+            restored[key] = _checked(entry[key], layout, layout.slot(key), param, name, device)
         elif key not in RESIDUALS:  # a state without one leaves the weights as they are
             raise ValueError(f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}")
+    for key in entry.keys() - {*layout.names}:  # which other options may bring back
+        if key == "step":
+            restored[key] = _counter(entry[key], device, name)
+        elif isinstance(entry[key], Tensor):
+            restored[key] = entry[key].detach().to(param.device)
     moments = {restored[key].dtype for key in MOMENTS if key in layout.names}
     if len(moments - {torch.uint8}) > 1:
         raise ValueError(
@@ -224,10 +253,10 @@ def _counter(value: Any, device: torch.device, name: str) -> Tensor:
                 f"the loaded 'step' of {name} has {value.numel()} elements of {value.dtype}, "
                 "wanted 1 number"
             )
-    count = torch.as_tensor(value).detach().reshape(()).to(device, torch.float64)
-    if not 0 <= count.item() < 2**53:
+    count = torch.as_tensor(value).detach().reshape(()).to(torch.float64)
+    if not count.is_meta and not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
-    return count
+    return count.to(device)
 
 
 def _check_memory(key: str, value: Tensor, name: str, may_be_on_meta: bool = False) -> None:

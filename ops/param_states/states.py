@@ -93,26 +93,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """Declares the state of its parameters. A subclass defines :meth:`layouts`
     and, if there are several, the three methods that choose one."""
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         """Returns the layouts that states in a group may have, without the residuals of weights."""
         raise NotImplementedError
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         """Returns the position in ``layouts`` of this parameter's state."""
         return 0
 
     def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
-        """Returns what ``layout_index`` does, for many parameters."""
-        return [self.layout_index(param, group) for param in params]
+        """Returns what ``_layout_index`` does, for many parameters."""
+        return [self._layout_index(param, group) for param in params]
 
-    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
-        """Returns what ``layout_index`` does, for an existing state."""
+    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
+        """Returns what ``_layout_index`` does, for an existing state."""
         return 0
 
     def every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         """Returns ``layouts`` and, if the group has a mode for 16-bit weights, the layouts with
         that mode."""
-        layouts = tuple(one._replace(index=i) for i, one in enumerate(self.layouts(group)))
+        layouts = tuple(one._replace(index=i) for i, one in enumerate(self._layouts(group)))
         mode = mode_of(group)
         if mode is NEAREST:
             return layouts
@@ -124,11 +124,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
         """Returns the layout of a parameter's state."""
-        index = self.layout_index(param, group) if index is None else index
-        layout, mode = self.layouts(group)[index], self.weights_mode(param, group)
+        index = self._layout_index(param, group) if index is None else index
+        layout, mode = self._layouts(group)[index], self.weights_mode(param, group)
         return (layout if mode is NEAREST else layout.with_weights(mode))._replace(index=index)
 
-    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter, after it has made missing tensors."""
         layout = self.layout(param, group)
         if not self.state.get(param) and dtype_refusal(param, "", "") is not None:
@@ -142,7 +142,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         entry.update(new)
         return entry
 
-    def state_device(self, param: Tensor) -> torch.device:
+    def _state_device(self, param: Tensor) -> torch.device:
         """Returns where the state of a parameter lies."""
         return param.device
 

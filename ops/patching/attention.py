@@ -28,10 +28,11 @@ def register_attention() -> str:
 
         model.set_attn_implementation(register_attention())
 
-    It is transformers' ``sdpa`` for batches in which each row is one sequence or has padding.
-    Sequences that are packed into rows, by position_ids that begin anew as those of
+    It is transformers' ``sdpa`` for batches in which each row is one sequence, with or without
+    padding. Sequences that are packed into rows, by position_ids that begin anew as those of
     ``DataCollatorWithFlattening`` and of TRL's packing do, or by ``cu_seq_lens_q``, do not see each
-    other, and take no mask. :func:`headroom.patch` gives it to those models that it knows.
+    other, and take no mask; with padding besides they take one. :func:`headroom.patch` gives it to
+    those models that it knows.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -47,9 +48,82 @@ def register_attention() -> str:
 def varlen_mask(**given: Any) -> Pattern | Tensor | None:
     """Returns the mask of a batch; the arguments are those of transformers' ``sdpa_mask``."""
     from transformers.masking_utils import sdpa_mask
+    from transformers.utils.import_utils import is_tracing
 
+    if is_tracing():
+        return sdpa_mask(**given)
+    given |= _by_positions(_asked(), **given)
     pattern = _pattern(**given)
     return sdpa_mask(**given) if pattern is None else pattern
+
+
+def _asked() -> dict[str, Any]:
+    """Returns the variables of the function of transformers that asks for a mask: it has the
+    positions, and hands them on only where it looks at them itself."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _MASKS:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def _by_positions(
+    asked: dict[str, Any],
+    mask_function: Callable[..., Any],
+    q_length: int,
+    kv_length: int,
+    batch_size: int,
+    q_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> dict[str, Any]:
+    """Returns arguments of ``sdpa_mask`` by which the sequences of a row do not see each other, if
+    positions begin anew where transformers does not look at them: beside a mask of tokens, most
+    often of ones, or beside a cache, which is empty."""
+    from transformers.masking_utils import (
+        and_masks,
+        packed_sequence_mask_function,
+        remap_positions_for_packed_sequence,
+    )
+
+    positions = asked.get("position_ids")
+    cache = asked.get("cache", asked.get("past_key_values"))
+    if not isinstance(positions, Tensor) or (attention_mask is None and cache is None):
+        return {}
+    rows = (batch_size, q_length)
+    if q_length != kv_length or not isinstance(q_offset, int) or q_offset:
+        return {}
+    if positions.shape not in ((1, q_length), rows):
+        return {}
+    if attention_mask is not None and attention_mask.shape != rows:
+        return {}
+    positions = positions.expand(batch_size, -1)
+    sequences = sequences_of(positions, attention_mask)
+    if sequences is None:
+        return {}
+    if not use_vmap and asked.get("block_sequence_ids") is None:  # these go by places in the row
+        mask_function = remap_positions_for_packed_sequence(mask_function, positions)
+    told = packed_sequence_mask_function(sequences)
+    return {"mask_function": and_masks(mask_function, told), "allow_is_causal_skip": False}
+
+
+def sequences_of(positions: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
+    """Returns the number of the sequence of each token, or None if no row holds several. A sequence
+    begins where the position is the least of its row, as for transformers' flash attention.
+
+    Args:
+        positions: ``[rows, tokens]``.
+        attention_mask: not 0 where a token is no padding, whose position says nothing.
+    """
+    if positions.is_meta or not positions.numel():
+        return None
+    if type(positions) is not Tensor:  # a plan knows whether there are several
+        return torch.zeros_like(positions)
+    seen = torch.ones_like(positions) if attention_mask is None else attention_mask
+    seen = seen.to(positions.device, torch.bool)
+    least = positions.where(seen, positions.amax()).amin(-1, keepdim=True)
+    begins = (positions == least) & seen & (seen.cumsum(-1) > 1)
+    return begins.cumsum(-1) if begins.any() else None
 
 
 def _pattern(
@@ -66,9 +140,7 @@ def _pattern(
     **_: Any,
 ) -> Pattern | None:
     """Returns which tokens see which, or None if ``sdpa_mask`` shall say it."""
-    from transformers.utils.import_utils import is_tracing
-
-    if is_tracing() or use_vmap or q_length != kv_length:
+    if use_vmap or q_length != kv_length:
         return None
     if not all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset)):
         return None
@@ -88,7 +160,9 @@ def _pattern(
 
 def is_full(attention_mask: Tensor) -> bool:
     """Returns whether a mask of tokens hides none. A plan, whose fakes have no values, says so."""
-    return type(attention_mask) is Tensor and bool(attention_mask.all())
+    return (
+        type(attention_mask) is Tensor and not attention_mask.is_meta and bool(attention_mask.all())
+    )
 
 
 def _ends(sequences: Tensor) -> tuple[Tensor, int]:

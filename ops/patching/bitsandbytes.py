@@ -151,11 +151,11 @@ def swap_bitsandbytes(model: nn.Module, changes: Changes, report: PatchReport) -
             continue
         held = Held()
         if (reason := _obstacle(module, held)) is not None:
-            report.leave(name, module, reason)
+            report._leave(name, module, reason)
             continue
         changes.set(module, "forward", functools.partial(bitsandbytes_forward, module, held))
         kind = held.matrix(module).format
-        report.swap(name, module, f"Linear in {kind}", "headroom.functional.linear_quantized")
+        report._swap(name, module, f"Linear in {kind}", "headroom.functional.linear_quantized")
 
 
 def bitsandbytes_forward(layer: Any, held: Held, x: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import noop_context_fn
 
 from .._core.recompute import inside_checkpoint
+from .._core.surroundings import later_calls
 from ..checkpointing import checkpoint
-from ..checkpointing.caches import without_caches
+from ..checkpointing.caches import checkpoints_by_itself, without_caches
 from ..checkpointing.every import repeated_blocks
 from ..host.saved import saved_on_host
 from ..nn import LEVELS, Block
@@ -91,7 +91,7 @@ class HeadroomBlock:
     ) -> None:
         if level is not None:
             changes.set(self.module, "_level", save_level(level))
-            report.set_level(self.name, self.module, level)
+            report._set_level(self.name, self.module, level)
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ class AnyBlock:
         if level is None:
             return
         module = self.module
-        if _has_seam(module):
+        if checkpoints_by_itself(module):
             # The forward of the class would drop even a cache that has been filled.
             changes.set(module, "gradient_checkpointing", False)
         save = save_level(level)
@@ -118,7 +118,7 @@ class AnyBlock:
                 of_checkpoint["host"] = True
             forward = _forward if save.number == 5 else _forward_on_host
             changes.set(module, "forward", functools.partial(forward, module, of_checkpoint, own))
-        report.set_level(self.name, module, level)
+        report._set_level(self.name, module, level)
 
 
 @contextmanager
@@ -132,11 +132,6 @@ def verified_blocks() -> Iterator[None]:
         yield
     finally:
         _verifying.remove(token)
-
-
-def _has_seam(module: nn.Module) -> bool:
-    """Returns whether a block is one of transformers that checkpoints itself when it is told to."""
-    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def _forward(
@@ -169,7 +164,7 @@ def _forward_on_host(
 
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Returns whether transformers was told to checkpoint a block after it was patched."""
-    return _has_seam(module) and getattr(module, "gradient_checkpointing", False)
+    return checkpoints_by_itself(module) and getattr(module, "gradient_checkpointing", False)
 
 
 def _checkpointed(
@@ -188,8 +183,7 @@ def _checkpointed(
     if _verifying:
         options = options | {"verify": True}
     if not options.get("use_reentrant") and _norms_with_statistics(module):
-        contexts = options.get("context_fn", noop_context_fn)
-        options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
+        run = later_calls(run, functools.partial(_without_statistics, module))
     return checkpoint(run, *args, **options)
 
 
@@ -201,28 +195,22 @@ def _norms_with_statistics(module: nn.Module) -> list[_NormBase]:
     ]
 
 
-def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    first, second = context_fn()
-
-    @contextmanager
-    def without_statistics() -> Iterator[None]:
-        """Keeps the second run from moving the running statistics a second time."""
-        held = [
-            (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
-            for norm in _norms_with_statistics(module)
-            if norm.num_batches_tracked is not None
-        ]
-        for norm, *_ in held:
-            norm.momentum = 0.0
-        try:
-            with second:
-                yield
-        finally:
-            for norm, momentum, counter, count in held:
-                norm.momentum = momentum
-                counter.copy_(count)
-
-    return first, without_statistics()
+@contextmanager
+def _without_statistics(module: nn.Module) -> Iterator[None]:
+    """Keeps a run in the backward pass from moving the running statistics a second time."""
+    held = [
+        (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
+        for norm in _norms_with_statistics(module)
+        if norm.num_batches_tracked is not None
+    ]
+    for norm, *_ in held:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum, counter, count in held:
+            norm.momentum = momentum
+            counter.copy_(count)
 
 
 def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[PatchedLayer]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +15,11 @@ from ..nn.steps import LEVELS, BlockSteps, save_level
 from .attention import register_attention
 from .blocks import Options, PatchedLayer
 from .changes import Changes
+from .classes import entry_of, runs_forward_of
 from .layers import layer_forward
 from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
-
-_Entry = TypeVar("_Entry", bound=Any)
 
 LEANEST_FREE = "L1"  # computes no product again
 
@@ -184,17 +183,6 @@ def _families() -> dict[str, Family]:
 FAMILIES = _families()
 
 
-def entry_of(module: nn.Module, table: Mapping[str, _Entry]) -> _Entry | None:
-    """Returns the entry of a table for the class of a module, by its name and where it is defined,
-    or None. A class derived from it counts if it leaves ``forward`` alone, as those of FSDP2 do."""
-    for kind in type(module).__mro__:
-        entry = table.get(kind.__name__)
-        if entry is not None and kind.__module__ == entry.module:
-            own = inspect.unwrap(type(module).forward) is inspect.unwrap(kind.forward)
-            return entry if own else None
-    return None
-
-
 class TransformersLayer:
     """A layer of a model of transformers."""
 
@@ -212,17 +200,18 @@ class TransformersLayer:
         layer = self.module
         if "forward" in vars(layer):
             reason = "it has a forward of its own, set on the module and not by its class"
-            report.leave(self.name, layer, reason)
+            report._leave(self.name, layer, reason)
             return
         level = LEANEST_FREE if level is None else level
         arguments = tuple(inspect.signature(layer.forward).parameters)
-        dial = Dial(self.family, arguments, save_level(level), options.glu, options.rope)
+        own = _has_own_halves(layer, self.family)
+        dial = Dial(self.family, arguments, save_level(level), options.glu, options.rope, own)
         changes.set(layer, "_headroom_dial", dial)
         changes.set(layer, "forward", functools.partial(layer_forward, layer))
         self._pack(changes)
-        report.set_level(self.name, layer, level)
+        report._set_level(self.name, layer, level)
         # The steps swap what is in the MLP. Norms are left to what takes any of them.
-        report.claim(*map(layer.get_submodule, self.family.halves))
+        report._claim(*map(layer.get_submodule, self.family.halves))
 
     def _pack(self, changes: Changes) -> None:
         """Lets the model tell sequences that are packed into rows apart without a mask."""
@@ -231,6 +220,12 @@ class TransformersLayer:
         if config._attn_implementation == "sdpa":
             name = register_attention()
             changes.set_shared(self.module, config, "_attn_implementation_internal", name)
+
+
+def _has_own_halves(layer: nn.Module, family: Family) -> bool:
+    """Returns whether nobody has set another ``forward`` on the classes of a layer's halves."""
+    kinds = (type(layer.get_submodule(name)) for name in family.halves)
+    return all(runs_forward_of(kind, kind) for kind in kinds if kind.__module__ == family.module)
 
 
 def find_layers(model: nn.Module) -> tuple[str, list[PatchedLayer]] | None:

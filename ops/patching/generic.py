@@ -33,21 +33,21 @@ def swap_norms(model: nn.Module, changes: Changes, report: PatchReport) -> None:
     """
     tried: dict[Hashable, NormRule | str] = {}  # by what decides the result
     for name, module in model.named_modules():
-        if is_patched(module) or report.is_claimed(module):
+        if is_patched(module) or report._is_claimed(module):
             continue
         if isinstance(module, torch.jit.ScriptModule):
             if NAME.search(module.original_name):
-                report.leave(name, module, "it is compiled by torch.jit")
+                report._leave(name, module, "it is compiled by torch.jit")
             continue
         if is_norm(module):
             rule = _obstacle(module) or _tried(module, tried)
             if isinstance(rule, str):
-                report.leave(name, module, rule)
+                report._leave(name, module, rule)
             else:
                 forward = functools.partial(norm_forward, module, rule)
                 changes.set(module, "forward", forward)
                 function = "rms_norm" if rule.kind == "RMSNorm" else "layer_norm"
-                report.swap(name, module, rule.kind, f"headroom.functional.{function}")
+                report._swap(name, module, rule.kind, f"headroom.functional.{function}")
 
 
 def swap_linears(model: nn.Module, changes: Changes, report: PatchReport) -> None:
@@ -60,10 +60,10 @@ def swap_linears(model: nn.Module, changes: Changes, report: PatchReport) -> Non
         if (lowered or module.weight.dtype) not in SLOW_ON_CPU:
             continue
         if (reason := _obstacle(module)) is not None:
-            report.leave(name, module, reason)
+            report._leave(name, module, reason)
             continue
         changes.set(module, "forward", functools.partial(linear_forward, module))
-        report.swap(name, module, "Linear", "headroom.functional.linear")
+        report._swap(name, module, "Linear", "headroom.functional.linear")
 
 
 def _tried(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:

@@ -27,7 +27,7 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     dial: Dial = self._headroom_dial
     family = dial.family
     given = dict(zip(dial.arguments, args)) | kwargs
-    if not _is_known(self, family, given):
+    if not dial.has_own_halves or not _is_known(self, family, given):
         return type(self).forward(self, *args, **kwargs)
     x = given.pop("hidden_states")
     # Transformers 5.24 renamed it, and takes the old name in keywords.

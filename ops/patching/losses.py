@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.surroundings import Parameters, Settings, is_plain, version_of
 from ..loss.language_model import is_plain_head, language_model_loss, takes_head
 from ..loss.linear_cross_entropy import linear_cross_entropy
 from ..nn.trained_copy import called
 from .changes import Changes, is_patched
-from .families import DECODERS, entry_of
+from .heads import KINDS, Kind, kind_of, own_loss
+from .late_logits import LateLogits
 from .report import PatchReport
 
 GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
@@ -27,54 +29,6 @@ GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
 OF_THE_LOSS = ("labels", "logits_to_keep", "return_dict")
 
 _calls = threading.local()  # running: how many calls of loss_forward() last in this thread
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """Describes a class of transformers with the head of a language model.
-
-    Attributes:
-        module, model: where the class is, and its name.
-        output: the class of what it returns.
-        body: the attribute that holds the model below the head.
-        head: returns the Linear, given the model.
-        transform: returns what the Linear is given, from the model and the hidden states.
-        shift: whether a token is to predict the one after it.
-    """
-
-    module: str
-    model: str
-    output: str = "CausalLMOutputWithPast"
-    body: str = "model"
-    head: Callable[[Any], nn.Module] = lambda model: model.lm_head
-    transform: Callable[[Any, Tensor], Tensor] | None = None
-    shift: bool = True
-
-
-def _kinds() -> dict[str, Kind]:
-    found = {}
-    for model, prefix in DECODERS.items():
-        name = f"{prefix}ForCausalLM"
-        found[name] = Kind(f"transformers.models.{model}.modeling_{model}", name)
-    found["GPT2LMHeadModel"] = Kind(
-        "transformers.models.gpt2.modeling_gpt2",
-        "GPT2LMHeadModel",
-        output="CausalLMOutputWithCrossAttentions",
-        body="transformer",
-    )
-    found["BertForMaskedLM"] = Kind(
-        "transformers.models.bert.modeling_bert",
-        "BertForMaskedLM",
-        output="MaskedLMOutput",
-        body="bert",
-        head=lambda model: model.cls.predictions.decoder,
-        transform=lambda model, hidden: model.cls.predictions.transform(hidden),
-        shift=False,
-    )
-    return found
-
-
-KINDS = _kinds()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,15 +90,18 @@ def swap_losses(
     model: nn.Module, options: Mapping[str, Any], changes: Changes, report: PatchReport
 ) -> None:
     """Makes the models of transformers in ``model``, which may be within an adapter or a wrapper,
-    compute their loss from hidden states while they train."""
+    compute their loss from hidden states."""
     found = False
     for name, module in model.named_modules():
-        kind = entry_of(module, KINDS)
+        kind = kind_of(module)
         if kind is None:
             continue
         found = True
         if "forward" in vars(module):
-            report.leave(name, module, "its loss: something else has replaced its forward")
+            report._leave(name, module, "its loss: something else has replaced its forward")
+            continue
+        if (own := own_loss(module)) is not None:
+            report._leave(name, module, f"its loss, which is its own: {own}")
             continue
         names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         output = getattr(sys.modules["transformers.modeling_outputs"], kind.output)
@@ -155,19 +112,27 @@ def swap_losses(
         body = getattr(module, kind.body)
         if "forward" not in vars(body):
             changes.set(body, "forward", functools.partial(_body_forward, body, kind.model))
-        report.swap(name, module, "loss", "headroom.linear_cross_entropy")
+        report._swap(name, module, "loss", "headroom.linear_cross_entropy")
     if not found:
         reason = "its loss: not a model of transformers with the head of a language model"
-        report.leave("", model, f"{reason} that is known")
+        report._leave("", model, f"{reason} that is known")
 
 
 def knows_loss(model: nn.Module) -> bool:
     """Returns whether patch() can change the loss of a model, or of one that it wraps."""
     return any(
-        entry_of(module, KINDS) is not None
-        and ("forward" not in vars(module) or has_fused_loss(module))
-        for module in model.modules()
-    )
+        "forward" not in vars(module) and own_loss(module) is None for module in _known(model)
+    ) or has_fused_loss(model)
+
+
+def kept_loss(model: nn.Module) -> str | None:
+    """Returns in which way the loss of a model, or of one that it wraps, is its own, so that
+    patch() leaves it as it is; or None."""
+    return next(filter(None, map(own_loss, _known(model))), None)
+
+
+def _known(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if kind_of(module) is not None]
 
 
 def has_fused_loss(model: nn.Module) -> bool:
@@ -179,7 +144,7 @@ def has_fused_loss(model: nn.Module) -> bool:
 
 
 def loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of a model's ``forward``. What is no step of training is left to that.
+    """Takes the place of a model's ``forward``. What asks for logits is left to that.
 
     Takes ``label_smoothing`` besides, which then holds for the loss of an evaluation too.
     """
@@ -220,34 +185,71 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(rule.names, args)) | kwargs
     kind = KINDS[rule.kind]
     smoothing = given.pop("label_smoothing", None)
-    if not _is_step(self, kind, given):
+    if not _wants_loss(self, kind, given):
         return _left_to_the_class(self, kind, smoothing, given)
     loss_of = _loss_of(self, kind, given)
     outputs = getattr(self, kind.body)(**{k: v for k, v in given.items() if k not in OF_THE_LOSS})
     hidden = outputs.last_hidden_state
     if kind.transform is not None:
         hidden = kind.transform(self, hidden)
-    options = dict(rule.options)
+    options = dict(rule.options) if self.training else {}
     if smoothing is not None:
         options["label_smoothing"] = smoothing
-    softcap = getattr(self.config, "final_logit_softcapping", None)
-    loss = loss_of(hidden, called(kind.head(self)), softcap=softcap, **options)
+    head = called(kind.head(self))
+    softcap = self.config.final_logit_softcapping if kind.caps else None
+    loss = loss_of(hidden, head, softcap=softcap, **options)
+    logits = None if self.training else _late_logits(hidden, head, softcap)
     others = {name: outputs[name] for name in rule.passed_on if outputs.get(name) is not None}
-    return rule.output(loss=loss, logits=None, **others)
+    return rule.output(loss=loss, logits=logits, **others)
 
 
-def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
-    """Returns whether a call is one of training that needs a loss, and its logits for nothing
-    else."""
-    keep = given.get("logits_to_keep")
-    if not model.training or given.get("labels") is None or "_loss_function" in vars(model):
+def _wants_loss(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
+    """Returns whether a call wants a loss that is not the model's own, and logits for nothing
+    else: one of training, or of an evaluation, whose logits can be computed when they are read."""
+    keep, is_compiling = given.get("logits_to_keep"), torch.compiler.is_compiling()
+    if given.get("labels") is None or (
+        keep is not None and not (isinstance(keep, int) and not keep)
+    ):
         return False
-    if keep is not None and not (isinstance(keep, int) and keep == 0):
+    if not model.training and (torch.is_grad_enabled() or is_compiling):
         return False
     if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
         return False
+    if is_compiling:  # of which no trace can be made; it was asked when the model was patched
+        if getattr(model, "_loss_function", None) is not None:
+            return False
+    elif own_loss(model) is not None:
+        return False
     head: Any = called(kind.head(model))
+    if not model.training and not is_plain(head.weight):
+        return False  # ranks that share it read it together
     return is_plain_head(head) and takes_head(head)
+
+
+def _late_logits(hidden: Tensor, head: Any, softcap: float | None) -> LateLogits:
+    """Returns the logits that the class of a model would compute here, which are computed when
+    they are read."""
+    kind = hidden.device.type
+    settings, weights, version = Settings((kind,)), Parameters([head]), version_of(hidden)
+
+    def compute() -> Tensor:
+        changed = weights.changed()
+        if changed is None and version_of(hidden) != version:
+            changed = "the hidden states have changed"
+        if changed is not None:
+            raise RuntimeError(
+                "headroom.patch: logits of an evaluation are computed when they are read, and "
+                f"{changed} since; read them before, such as by outputs.logits.clone()"
+            )
+        with torch.no_grad(), settings.restored():
+            logits = head(hidden)
+            return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    shape = (*hidden.shape[:-1], head.out_features)
+    return LateLogits(compute, shape, dtype, hidden.device)
 
 
 def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., Tensor]:
@@ -257,7 +259,7 @@ def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., 
         language_model_loss,
         labels=given["labels"] if shifted is None else shifted,
         shift=kind.shift and shifted is None,
-        ignore_index=given.get("ignore_index", -100),
+        ignore_index=-100 if kind.loss is None else given.get("ignore_index", -100),
         denominator=given.get("num_items_in_batch"),
     )
 

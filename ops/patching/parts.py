@@ -64,6 +64,7 @@ class Dial(NamedTuple):
             transformers change.
         level: what is kept, and where.
         glu, rope: whether activations and rotations are ops of Headroom.
+        has_own_halves: whether nobody had set another ``forward`` on the classes of the halves.
     """
 
     family: Family
@@ -71,6 +72,7 @@ class Dial(NamedTuple):
     level: SaveLevel
     glu: bool = True
     rope: bool = True
+    has_own_halves: bool = True
 
 
 class Call(NamedTuple):

@@ -57,10 +57,11 @@ def patch(
         norms: whether norms are swapped.
         glu: whether gated units are swapped, in known architectures.
         rope: whether rotary embeddings are swapped, in known architectures.
-        loss: whether language models of transformers compute the loss of a training step by
+        loss: whether language models of transformers compute their loss by
             :func:`headroom.linear_cross_entropy`, without logits; or a dict of its options, such as
-            ``{"z_loss": 1e-4}``. ``outputs.logits`` is then None; without labels, and in
-            evaluation, everything is as before.
+            ``{"z_loss": 1e-4}``, which hold in training. ``outputs.logits`` is then None in
+            training, and computed when it is read in evaluation; without labels everything is as
+            before. A loss that is the model's own stays.
         checkpoint_options: options of :func:`headroom.checkpoint` for blocks at L5, such as
             ``context_fn`` or ``verify``; only for those that have no other levels.
         weights: ``"host"`` lets the weights of all blocks stream, ``{block: "host"}`` those of
@@ -99,7 +100,7 @@ def patch(
             layer.patch(level, options, changes, report)
             if isinstance(save, str) and level is None:
                 reason = f"it cannot be at {save}, only at {' or '.join(layer.levels)}"
-                report.leave(layer.name, layer.module, reason)
+                report._leave(layer.name, layer.module, reason)
         if norms:
             generic.swap_norms(model, changes, report)
         generic.swap_linears(model, changes, report)

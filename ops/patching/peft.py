@@ -34,12 +34,12 @@ def swap_adapters(model: nn.Module, changes: Changes, report: PatchReport) -> No
         if isinstance(layer.base_layer, QuantizedLinear):
             changes.set(module, "merge", refuse_merge)
         if "forward" in vars(module):
-            report.leave(name, module, "something else has replaced its forward")
+            report._leave(name, module, "something else has replaced its forward")
         elif not all(map(_is_dora, layer.lora_variant.values())):
-            report.leave(name, module, "its adapter is a variant of LoRA other than DoRA")
+            report._leave(name, module, "its adapter is a variant of LoRA other than DoRA")
         else:
             changes.set(module, "forward", functools.partial(peft_forward, module))
-            report.swap(name, module, "LoRA", "headroom.functional.lora_linear")
+            report._swap(name, module, "LoRA", "headroom.functional.lora_linear")
 
 
 def refuse_merge(*_: Any, **__: Any) -> None:

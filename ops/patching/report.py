@@ -63,28 +63,28 @@ class PatchReport:
         self._blocks: dict[str, str] = {}
         self._claimed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def swap(self, name: str, module: nn.Module, kind: str, now: str) -> None:
+    def _swap(self, name: str, module: nn.Module, kind: str, now: str) -> None:
         """Notes that ``module`` calls the function ``now``."""
         one = Swap(name, kind, type(module).__name__, now)
         self.swapped.setdefault(name, []).append(one)
 
-    def leave(self, name: str, module: nn.Module, reason: str) -> None:
+    def _leave(self, name: str, module: nn.Module, reason: str) -> None:
         """Notes why ``module`` was left alone."""
         self.left.append(Left(name, type(module).__name__, reason))
 
-    def claim(self, *modules: nn.Module) -> None:
+    def _claim(self, *modules: nn.Module) -> None:
         """Says that a layer does what these modules do by itself: nothing else changes them."""
         self._claimed.update(modules)
 
-    def is_claimed(self, module: nn.Module) -> bool:
+    def _is_claimed(self, module: nn.Module) -> bool:
         return module in self._claimed
 
-    def set_level(self, name: str, module: nn.Module, level: str) -> None:
+    def _set_level(self, name: str, module: nn.Module, level: str) -> None:
         """Notes the level of a block."""
         self.levels[name] = level
         self._blocks[name] = type(module).__name__
 
-    def stream(self, name: str, module: nn.Module, size: int) -> None:
+    def _stream(self, name: str, module: nn.Module, size: int) -> None:
         """Notes how many bytes of a block's weights stream."""
         self.streamed[name] = size
         self._blocks[name] = type(module).__name__

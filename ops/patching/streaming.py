@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._core.ranks import fsdp_class
 from ..host.arena import HostArena, default_arena, in_arena
-from ..host.weights import Stream, StreamedBlock
+from ..host.streaming import Stream, StreamedBlock
 from .blocks import PatchedLayer, by_block
 from .changes import Changes
 from .report import PatchReport
@@ -112,13 +112,13 @@ def stream_weights(
         block.join(stream, stay)
         size = _check_params(layer, {(id(module), name) for module, name in stay})
         if not size:
-            report.leave(layer.name, layer.module, "none of its weights can stream")
+            report._leave(layer.name, layer.module, "none of its weights can stream")
             continue
         module, own = layer.module, vars(layer.module).get("forward")
         changes.set(module, STREAM, block)
         changes.set(module, "forward", functools.partial(forward_of, module, own))
         changes.set(module, "_apply", functools.partial(_applied, module))
-        report.stream(layer.name, module, size)
+        report._stream(layer.name, module, size)
         found.append(block)
     return found
 
@@ -145,11 +145,13 @@ def forward_of(
     return block.call(run, *args, **kwargs)
 
 
-def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
+def _applied(
+    module: nn.Module, /, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
     """Takes the place of ``_apply``, by which modules are cast and moved: what becomes of this
     block goes back to the arena before the next block is moved."""
-    result = type(module)._apply(module, *args, **kwargs)
-    vars(module)[STREAM].settle()
+    result = type(module)._apply(module, fn, *args, **kwargs)
+    vars(module)[STREAM].follow(fn)
     return result
 
 
@@ -191,7 +193,7 @@ def staying(
             else:
                 continue
             stay.append((module, name))
-            report.leave(f"{path}.{name}", module, f"weights that stay: {reason}")
+            report._leave(f"{path}.{name}", module, f"weights that stay: {reason}")
     return stay
 
 

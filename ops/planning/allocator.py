@@ -15,10 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 
+from ..memory.events import SMALLEST_BLOCK
+
 __all__ = ["Allocator", "Block", "replay"]
 
 MIB = 1 << 20
-SMALLEST_BLOCK = 512
 SMALL_REQUEST = MIB  # Up to this a request goes to the pool of small blocks.
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB

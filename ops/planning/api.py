@@ -177,8 +177,8 @@ def max_batch(
     0 if not even one fits. Plans about ten times.
 
     Args:
-        sample_batch: its tensors whose first dimension is that of the first tensor are repeated
-            or cut along it.
+        sample_batch: its tensors that have a row for each sample get as many rows as are tried,
+            as :func:`headroom.micro_batches` knows them.
         limit: no more samples than this are tried.
 
     All other arguments are those of :func:`plan`.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._core.checks import check_count
+from ..patching.streaming import streamed_blocks
 from ..step.checks import check_batch_and_loss
 from ..step.description import Step
 from ..step.optimizers import check_parameters
@@ -30,7 +31,9 @@ def check_step(step: Step, world_size: Any = None, shard: Any = None) -> Step:
     check_count("accumulation", step.accumulation, 1)
     if step.amp not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"amp is {step.amp!r}, wanted torch.bfloat16, torch.float16 or None")
-    found = {x.device for x in (*model.parameters(), *model.buffers())}
+    # Weights on the host are of the device that their block computes on.
+    lent = {p: block.device for block in streamed_blocks(model) for p in block.params}
+    found = {lent.get(x, x.device) for x in (*model.parameters(), *model.buffers())}
     real = {x for x in found if x.type != "meta"}
     if len(found) > 1 and (len(real) > 1 or len(found) > len(real)):
         names = ", ".join(sorted(map(str, found)))

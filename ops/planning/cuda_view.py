@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .device import capability
+from .products import capability
 from .recorder import Recorder
 
 __all__ = ["autocast_told", "cuda_view", "kernels"]
@@ -84,8 +86,8 @@ def autocast_told(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def kernels(recorder: Recorder) -> Iterator[None]:
     """Chooses kernels as the device of the plan does, also where torch asks in C++ where a tensor
-    is: fakes cannot answer there that it is on a GPU. Tells the recorder of attention that is made
-    of products.
+    is: fakes cannot answer there that it is on a GPU. Tells the recorder of operations whose
+    parts add in place.
 
     They are registered with the dispatcher, because modes are not there in everything that a step
     runs: what is recomputed in the backward pass, autograd functions, and functions of torch that
@@ -93,8 +95,12 @@ def kernels(recorder: Recorder) -> Iterator[None]:
     """
     library = torch.library.Library("aten", "IMPL")
 
+    def overload(name: str) -> Any:
+        packet, _, which = name.partition(".")
+        return getattr(getattr(torch.ops.aten, packet), which or "default")
+
     def register(name: str, chosen: Callable[..., Any], key: str) -> None:
-        whole = getattr(torch.ops.aten, name).default
+        whole = overload(name)
 
         def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if isinstance(x, FakeTensor):  # not of another thread
@@ -103,27 +109,38 @@ def kernels(recorder: Recorder) -> Iterator[None]:
 
         library.impl(name, call, key)
 
-    def products(*args: Any, **kwargs: Any) -> Any:
-        recorder.in_attention = True
-        try:
-            return _PRODUCTS._op_dk(_COMPOSITE, *args, **kwargs)
-        finally:
-            recorder.in_attention = False
+    def below_autocast(name: str, key: str, adds_in_place: bool = False) -> None:
+        """Registers an operation whose parts ask where tensors are, when autocast, which answers
+        that, has passed. Some add a mask or a bias in place: attention.cpp, Linear.cpp."""
+        whole = overload(name)
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = recorder.has_autocast, recorder.adds_in_place
+            recorder.has_autocast = False
+            recorder.adds_in_place |= adds_in_place
+            try:
+                return whole._op_dk(_COMPOSITE, *args, **kwargs)
+            finally:
+                recorder.has_autocast, recorder.adds_in_place = before
+
+        register(name, call, key)
+
+    key = "AutogradCUDA" if recorder.device.type == "cuda" else "AutogradCPU"
     try:
         if recorder.device.type == "cuda":
-            register("scaled_dot_product_attention", _attention, "AutogradCUDA")
-            register("dropout", _dropout, "AutogradCUDA")
-            register("_scaled_dot_product_attention_math", products, "AutogradCUDA")
-        else:
-            register("_scaled_dot_product_attention_math", products, "AutogradCPU")
+            register("scaled_dot_product_attention", _attention, key)
+            register("dropout", _dropout, key)
+            # They convert what has its dtype already, if told of another device than before.
+            for name in ("softmax.int", "log_softmax.int"):
+                below_autocast(name, key)
+        below_autocast("_scaled_dot_product_attention_math", key, adds_in_place=True)
+        below_autocast("linear", key, adds_in_place=True)
         yield
     finally:
         library._destroy()
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_PRODUCTS = torch.ops.aten._scaled_dot_product_attention_math.default
 _DROPOUT = torch.ops.aten.dropout.default
 
 
@@ -139,22 +156,32 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Computes attention as sdp_utils.cpp chooses: by flash attention for 16-bit numbers without a
-    mask, by the memory-efficient kernel otherwise, and by plain products where neither fits."""
+    mask, by the memory-efficient kernel otherwise, and by plain products where neither fits. cuDNN,
+    which is chosen before flash attention on 9.0 and 10.0, is assumed to take the same bytes."""
     backends = torch.backends.cuda
     ops = torch.ops.aten
+    is_ampere = capability() >= (8, 0)  # or newer
+    size, is_plain = query.shape[-1], query.dim() == 4
     small = query.dtype in (torch.bfloat16, torch.float16)
-    fits = query.dim() == 4 and query.shape[-1] == value.shape[-1] and query.shape[-1] <= 256
-    if enable_gqa and query.shape[-3] != key.shape[-3] and not (small and attn_mask is None):
-        fits = False
-    if fits and small and attn_mask is None and backends.flash_sdp_enabled():
-        size = query.shape[-1]
+    one_head = is_plain and key.shape[1] == value.shape[1] == 1 and _efficient_shares_heads()
+    shares_heads = is_plain and not query.shape[1] == key.shape[1] == value.shape[1]
+    if shares_heads and not (enable_gqa or one_head):
+        is_plain = False
+    fits = is_plain and small and attn_mask is None and size == value.shape[-1] and size <= 256
+    fits = fits and is_ampere and (not is_causal or query.shape[-2] == key.shape[-2])
+    if fits and backends.flash_sdp_enabled():
         pad = -size % 8
         q, k, v = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
         out = ops._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale
         )[0]
         return out[..., :size] if pad else out
-    if fits and query.dtype != torch.float64 and backends.mem_efficient_sdp_enabled():
+    aligned = 8 if small else 4 if is_ampere else 1
+    fits = is_plain and query.dtype != torch.float64
+    fits = fits and (is_ampere or query.dtype != torch.bfloat16)
+    fits = fits and size % aligned == value.shape[-1] % aligned == 0
+    fits = fits and (not shares_heads or _efficient_shares_heads())
+    if fits and backends.mem_efficient_sdp_enabled():
         if attn_mask is not None:
             attn_mask = _added(attn_mask, query).expand(
                 query.shape[0], query.shape[1], query.shape[2], key.shape[2]
@@ -168,6 +195,18 @@ def _attention(
     return ops._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+@functools.cache
+def _efficient_shares_heads() -> bool:
+    """Returns whether the memory-efficient kernel of this torch lets heads of the query share those
+    of keys and values: then their gradients have fewer heads, too."""
+    q, kv = torch.empty(1, 2, 8, 8, device="meta"), torch.empty(1, 1, 8, 8, device="meta")
+    rows, none = torch.empty(1, 2, 32, device="meta"), torch.empty((), device="meta")
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    with _disable_current_modes():
+        grads = backward(q, q, kv, kv, None, q, rows, none, none, 0.0, [True, True, True, False])
+    return bool(grads[1].shape == kv.shape)
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:

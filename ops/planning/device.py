@@ -4,7 +4,6 @@ scratch memory and the context."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 
 from ..memory.events import Timeline
 from .allocator import replay
+from .products import capability
 from .result import DeviceShare
 
-__all__ = ["capability", "context", "cublas_workspace", "device_share"]
+__all__ = ["context", "context_bytes", "device_share"]
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 # By the least compute capability. Reports differ by the driver and by what was loaded before the
 # reading; one reading per row.
 _CONTEXTS = (
@@ -40,21 +40,13 @@ def device_share(timeline: Timeline) -> DeviceShare:
     of the plan, cuBLAS's and the context's. Notes settings of the allocator that it leaves out."""
     if timeline.device != "cuda":
         return DeviceShare()
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    size = cublas_workspace(capability(), config) if _keeps_workspaces() else 0
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = settings.replace(" ", "")
     if left_out := [name for name in _NOT_REPLAYED if name in settings]:
         timeline.notes.append(f"The plan does not follow the allocator's {', '.join(left_out)}.")
-    found = replay(_events(timeline, size), "expandable_segments:true" in settings.lower())
-    return DeviceShare(found.rounding, found.fragmentation, size, *context(capability()))
-
-
-def capability() -> tuple[int, int]:
-    """Returns the compute capability of the device that plans are for: of the current one, if this
-    process has one in use, else 8.0."""
-    has_device = torch.cuda.is_initialized()  # asking would make a context
-    return torch.cuda.get_device_capability() if has_device else (8, 0)
+    found = replay(_events(timeline), "expandable_segments:true" in settings.lower())
+    workspaces = found.requested_peak - timeline.peak_bytes
+    return DeviceShare(found.rounding, found.fragmentation, workspaces, *context(capability()))
 
 
 def context(capability: tuple[int, int]) -> tuple[int, str]:
@@ -64,36 +56,20 @@ def context(capability: tuple[int, int]) -> tuple[int, str]:
     return next((size, source) for least, size, source in _CONTEXTS if capability >= least)
 
 
-def cublas_workspace(capability: tuple[int, int], config: str | None = None) -> int:
-    """Returns the bytes that torch allocates, through its allocator, for products on one stream.
-
-    The sizes are those of ``ATen/cuda/CublasHandlePool.cpp``: 32 MiB from compute capability 9.0
-    on, 8.125 MiB (``:4096:2:16:8``) before. cuBLASLt, which takes 1 MiB, uses cuBLAS's.
-
-    Args:
-        config: the value of ``CUBLAS_WORKSPACE_CONFIG``, if it is set.
-    """
-    sizes = re.findall(r":(\d+):(\d+)", config or "")
-    if sizes:
-        return max(MIB, sum(int(size) * KIB * int(count) for size, count in sizes))
-    return 32 * MIB if capability[0] >= 9 else 8 * MIB + 128 * KIB
+def context_bytes(device: torch.device) -> int:
+    """Returns the estimate of :func:`context` for a device, and 0 of the CPU, which has none."""
+    return context(capability())[0] if device.type == "cuda" else 0
 
 
-def _keeps_workspaces() -> bool:
-    """Returns whether torch keeps cuBLAS's workspaces from one product to the next."""
-    if hasattr(torch._C, "_cuda_cublas_workspace_cache"):
-        return False
-    return os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE", "1") == "1"
-
-
-def _events(timeline: Timeline, workspaces: int) -> Iterator[tuple[Any, int]]:
-    """Yields the allocations and frees of a plan in order, after that of the workspaces."""
+def _events(timeline: Timeline) -> Iterator[tuple[Any, int]]:
+    """Yields the allocations and frees of a plan in order, those of cuBLAS's workspaces with
+    them."""
     changes: list[tuple[int, int, int, int]] = []
-    for a in timeline.allocations:
-        changes.append((a.start, 1, a.id, a.bytes))
-        if a.end is not None:
-            changes.append((a.end, 0, a.id, -max(1, a.bytes)))
-    if workspaces:
-        yield "workspaces", workspaces
+    for sign, allocations in ((1, timeline.allocations), (-1, timeline.workspaces)):
+        for a in allocations:
+            key = sign * (a.id + 1)
+            changes.append((a.start, 1, key, a.bytes))
+            if a.end is not None:
+                changes.append((a.end, 0, key, -max(1, a.bytes)))
     for _, _, key, size in sorted(changes):
         yield key, size

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..step.trees import mapped, tensors_in
 from .copies import copy_attributes
@@ -32,9 +34,12 @@ class _Parameter:
         self.elements = rows * prod(given.shape[1:])  # of a shard, padded to be the same everywhere
         self.given, self.given_elements = given, given.numel()
         self.cast = computed if computed != given.dtype else None
-        flat = given.new_empty(ranks * self.elements, dtype=self.cast or given.dtype)
-        self.whole = _as_parameter(flat[: given.numel()].view(given.shape), given)
-        self.shard = _as_parameter(given.new_empty((rows, *given.shape[1:])), given)
+        dtype = self.cast or given.dtype
+        flat = torch.UntypedStorage(ranks * self.elements * dtype.itemsize, device="meta")
+        self.whole = _as_parameter(_on_memory(flat, given.shape, dtype, given), given)
+        own = torch.UntypedStorage(self.elements * given.element_size(), device="meta")
+        shape = torch.Size((rows, *given.shape[1:]))
+        self.shard = _as_parameter(_on_memory(own, shape, given.dtype, given), given)
         self.places: list[tuple[nn.Module, str]] = []
 
     def put(self, x: Tensor) -> None:
@@ -42,8 +47,18 @@ class _Parameter:
             module._parameters[name] = x  # type: ignore[assignment]
 
 
+def _on_memory(
+    memory: torch.UntypedStorage, shape: torch.Size, dtype: torch.dtype, like: Any
+) -> Tensor:
+    """Returns a fake that begins where a memory does. It is no operation: those of all parameters
+    would take as long as the rest of a plan."""
+    with torch.no_grad(), _disable_current_modes():
+        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(memory, 0, shape)
+    return FakeTensor(like.fake_mode, on_meta, like.device)
+
+
 def _as_parameter(x: Tensor, like: Tensor) -> Tensor:
-    parameter = nn.Parameter(x.detach(), requires_grad=like.requires_grad)
+    parameter = nn.Parameter(x, requires_grad=like.requires_grad)
     copy_attributes(like, parameter)
     return parameter
 
@@ -254,7 +269,8 @@ class ShardedModel:
             result = result.to(kept)
         for parameter in parameters:
             shard = parameter.shard
-            new = result[: shard.numel()].view(shard.shape)  # wherever in the buffer it is
+            # Wherever in the buffer it is.
+            new = _on_memory(result.untyped_storage(), shard.shape, kept, shard)
             if shard.grad is None:
                 shard.grad = new
                 self._recorder.know(new, "gradients", unit.name, unit.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,19 +19,22 @@ from ..patching import attention
 __all__ = ["hidden_by", "masks_of"]
 
 
-@contextmanager
-def masks_of(batch: Any) -> Iterator[None]:
-    """Tells masks from those of a batch, which is a dict of named arguments.
+def masks_of(batch: Any) -> AbstractContextManager[None]:
+    """Tells masks from those of a batch, which is a dict of named arguments and looked at now.
 
     Without "position_ids" in it, positions are those that the model counts, and no row holds
     several sequences; nor does one whose positions rise by one. An "attention_mask" of ones masks
     nothing.
     """
+    return _masks(*hidden_by(batch))
+
+
+@contextmanager
+def _masks(is_full: bool, begins_anew: bool) -> Iterator[None]:
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
         yield
         return
-    is_full, begins_anew = hidden_by(batch)
     with ExitStack() as stack:
 
         def replace(name: str, made: Callable[[Any], Any]) -> None:
@@ -40,6 +43,7 @@ def masks_of(batch: Any) -> Iterator[None]:
 
         if not begins_anew:
             replace("find_packed_sequence_indices", _none)
+            stack.enter_context(mock.patch.object(attention, "sequences_of", lambda *given: None))
         if is_full:
             replace("_ignore_causal_mask_sdpa", _without_mask)
             replace("_ignore_bidirectional_mask_sdpa", _without_mask)
@@ -53,13 +57,16 @@ def hidden_by(batch: Any) -> tuple[bool, bool]:
     given = batch if isinstance(batch, Mapping) else {}
     mask = given.get("attention_mask")
     is_full = isinstance(mask, Tensor) and not mask.is_meta and bool(mask.all())
-    return is_full, _begin_anew(given.get("position_ids"))
+    return is_full, _begin_anew(given.get("position_ids"), mask)
 
 
-def _begin_anew(positions: Any) -> bool:
+def _begin_anew(positions: Any, mask: Any) -> bool:
     """Returns whether positions tell that rows hold several sequences."""
     if not isinstance(positions, Tensor) or positions.is_meta:
         return positions is not None
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_meta:
+        if positions.shape in (mask.shape, (1, mask.shape[1])):
+            return attention.sequences_of(positions.expand_as(mask), mask) is not None
     return bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.overlap import laid_out
@@ -176,6 +179,27 @@ class PlannedHost(Inline):
         self._allocate(slab, "activations", None)
         return slab
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keeps on the host, while it lasts, what torch's ``save_on_cpu`` keeps there. A copy to
+        the CPU would be one on the device: C++ is told that all fakes are on the CPU."""
+
+        def pack(x: Tensor) -> tuple[Tensor, torch.Size, torch.dtype]:
+            size = x.numel() * x.element_size()
+            self.bytes_down += size
+            return self._take_for_blocks(size, x.device), x.shape, x.dtype
+
+        def unpack(packed: tuple[Tensor, torch.Size, torch.dtype]) -> Tensor:
+            slab, shape, dtype = packed
+            self.bytes_up += slab.numel()
+            return torch.empty(shape, dtype=dtype, device=self._recorder.device)
+
+        def begin(hooks: Any, *args: Any, **options: Any) -> None:
+            saved_tensors_hooks.__init__(hooks, pack, unpack)
+
+        with mock.patch.object(save_on_cpu, "__init__", begin):
+            yield
+
     def _allocate(self, slab: Tensor, kind: str, owner: str | None) -> None:
         recorder = self._recorder
         allocation = Allocation(
@@ -190,6 +214,13 @@ class PlannedHost(Inline):
         )
         self.allocations.append(allocation)
         weakref.finalize(slab, self._freed, allocation)
+
+    def move(self, x: Tensor) -> None:
+        """Counts a tensor that is on the host though no arena has it."""
+        if (allocation := self._recorder.move(x)) is not None:
+            allocation.id = len(self.allocations)
+            self.allocations.append(allocation)
+            weakref.finalize(x.untyped_storage(), self._freed, allocation)
 
     def _freed(self, allocation: Allocation) -> None:
         allocation.end = self._recorder.now

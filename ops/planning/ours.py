@@ -10,12 +10,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.registration import FLOATS, binder, by_name
 from ..functional import attention_segments, kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, WEIGHT
-from .device import capability
 from .inside import BODIES, Sizes, entry
+from .products import capability
 
 Named = Callable[[dict[str, Any], str], Sizes]
 
@@ -42,9 +43,20 @@ def _workspace(name: str, given: dict[str, Any], **own: Any) -> Any:
     """Returns what ``headroom::name`` says, whose numbers have the names of those of the op that
     ``given`` are the arguments of; or None where it refuses them."""
     try:
-        return by_name(name)(**given | own)
+        with _disable_current_modes():  # of numbers alone: no operation to follow
+            return by_name(name)(**given | own)
     except RuntimeError:
         return None
+
+
+@ours("rms_norm_backward", "layer_norm_backward")
+def _norm_backward(given: dict[str, Any], device: str) -> Sizes:
+    if not (given["want_dweight"] or given.get("want_dbias")):
+        return []
+    *rows, cols = given["x"].shape
+    own = {"rows": prod(rows), "cols": cols, "layer": "want_dbias" in given}
+    found = _workspace("norm_workspace", given, **own)
+    return [] if found is None else [(found, "temporaries")]
 
 
 @ours("mlp_block", "mlp_block_backward")

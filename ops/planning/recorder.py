@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from .._core.running_modules import watching_modules
 from ..memory.events import KINDS, Allocation, Span, Timeline
 from ..step.errors import PlanError
 from ..step.watch import listening
-from .inside import BODIES, inside
+from .inside import BODIES, RESULTS, as_allocated, as_placed, inside
+from .products import Products
 
 __all__ = ["Recorder"]
 
@@ -46,6 +48,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device, self._is_lying = device, is_lying
         self.allocations: list[Allocation] = []
+        self.workspaces: list[Allocation] = []  # of cuBLAS: no tensors, and counted by themselves
+        self._products = Products() if device.type == "cuda" else None
+        self._staying: set[tuple[bool, bool]] = set()  # workspaces that stay
         self.spans: list[Span] = []
         self.now = 0
         self.step, self.phase = 0, "other"
@@ -54,7 +59,7 @@ class Recorder(TorchDispatchMode):
         self.draws = 0  # operations that took random numbers
         self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
         self.is_paused = False
-        self.in_attention = False
+        self.adds_in_place = False  # what fakes add out of place, since they are subclasses
         self._outer: str | None = None  # the operation whose parts are recorded
         self._live: dict[int, tuple[Any, int]] = {}
         self._managed: set[int] = set()  # memory that comes and goes while its tensor stays
@@ -77,6 +82,8 @@ class Recorder(TorchDispatchMode):
         self, x: Tensor, kind: str, owner: str | None = None, module: str | None = None
     ) -> None:
         """Counts a tensor, or tells what one that is counted is for."""
+        if not self._is_here(x):
+            return
         storage = x.untyped_storage()
         at = self._live.get(storage._cdata)
         if at is None:
@@ -92,6 +99,11 @@ class Recorder(TorchDispatchMode):
                 allocation.module = module
             if owner is not None:
                 allocation.op = owner
+
+    def _is_here(self, x: Tensor) -> bool:
+        """Returns whether a tensor is on the device of the plan. A step on a GPU has others on the
+        host, such as the counts of steps of torch's optimizers, which are not counted."""
+        return x.device.type == self.device.type
 
     def _born(self, storage: Any, kind: str, op: str | None, module: str | None) -> None:
         key, at = storage._cdata, len(self.allocations)
@@ -127,6 +139,19 @@ class Recorder(TorchDispatchMode):
         if key in self._live:
             self._died(key, self._live[key][1])
 
+    def move(self, x: Tensor) -> Allocation | None:
+        """Takes a tensor off the device, as if it had never been there. Returns what was known of
+        it if this is the first time."""
+        storage = x.untyped_storage()
+        if storage._cdata in self._managed:
+            return None
+        self.manage(x)
+        if (at := self._live.pop(storage._cdata, None)) is None:
+            return None
+        allocation = self.allocations[at[1]]
+        moved, allocation.bytes, allocation.end = replace(allocation), 0, allocation.start
+        return moved
+
     def begin(self, phase: str) -> None:
         """Begins a phase."""
         self.phase = phase
@@ -148,7 +173,13 @@ class Recorder(TorchDispatchMode):
     ) -> Timeline:
         host = Timeline([*on_host], self.spans, "host") if on_host else None
         return Timeline(
-            self.allocations, self.spans, self.device.type, list(notes), host, link_bytes
+            [a for a in self.allocations if a.bytes],  # others have moved
+            self.spans,
+            self.device.type,
+            list(notes),
+            host,
+            link_bytes,
+            self.workspaces,
         )
 
     # ---- devices --------------------------------------------------------------------------------
@@ -217,7 +248,7 @@ class Recorder(TorchDispatchMode):
             return value
         if func is _ADD and self.phase == "backward" and self._is_summed_in_place(args, kwargs):
             return args[0]
-        if func is _ADD and self.in_attention:  # attention.cpp adds the mask in place
+        if func is _ADD and self.adds_in_place:
             return torch.ops.aten.alias.default(args[0])
         if func is _PUT and self.phase == "backward" and _is_called_by_engine():
             return args[0]  # index_backward puts in place, except into subclasses
@@ -226,21 +257,68 @@ class Recorder(TorchDispatchMode):
         if name in BODIES:
             return self._through(name, args, kwargs)
         extra = inside(func, args, kwargs, self.device.type)
-        name = self._outer or name
-        held = []
-        for size, kind in extra:
-            at = len(self.allocations)
-            one = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
-            self.now += 1
-            self.allocations.append(one)
-            held.append(one)
-        result = func(*args, **kwargs)
-        self._note(result, name, module)
+        result = as_placed(name, args, func(*args, **kwargs))
+        results, name = as_allocated(name, result), self._outer or name
+        # Behind the results, as most operations allocate: what fits a gap depends on the order.
+        held: list[Allocation] = []
+        for size, kind in extra if RESULTS in extra else [RESULTS, *extra]:
+            if (size, kind) == RESULTS:
+                self._note(results, name, module)
+            elif size < 0:
+                self._let_go(next(one for one in reversed(held) if one.bytes == -size), held)
+            else:
+                held.append(self._held(self.allocations, size, kind, name, module))
+        if self._products is not None:
+            held += self._held_by_product(func, args, kwargs, result, name, module)
         for one in held:
             one.end = self.now
         if held:
             self.now += 1
         return result
+
+    def _let_go(self, one: Allocation, held: list[Allocation]) -> None:
+        """Frees what an operation holds before it ends."""
+        held.remove(one)
+        one.end = self.now
+        self.now += 1
+
+    def _held(
+        self, among: list[Allocation], size: int, kind: str, name: str, module: str | None
+    ) -> Allocation:
+        """Allocates what an operation holds until it ends."""
+        one = Allocation(
+            len(among), size, self.now, None, kind, module, name, self.phase, self.step
+        )
+        self.now += 1
+        among.append(one)
+        return one
+
+    def _held_by_product(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        name: str,
+        module: str | None,
+    ) -> list[Allocation]:
+        """Allocates what cuBLAS takes for a product; its workspace may stay."""
+        products = self._products
+        assert products is not None
+        found = products.scratch(func, args, kwargs, result)
+        if found is None:
+            return []
+        held = [
+            self._held(self.allocations, size, "temporaries", name, module) for size in found.copies
+        ]
+        # The autograd engine runs in a thread of its own, which has a handle of its own.
+        place = self.phase == "backward", found.is_lt and not products.is_shared
+        if not products.keeps:
+            held.append(self._held(self.workspaces, found.workspace, "workspaces", name, module))
+        elif place not in self._staying:
+            self._staying.add(place)
+            self._held(self.workspaces, found.workspace, "workspaces", name, module)
+        return held
 
     def _through(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records the operations that an operation is made of, under its name."""
@@ -271,6 +349,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, result: Any, name: str, module: str | None) -> None:
         if isinstance(result, FakeTensor):
+            if not self._is_here(result):
+                return
             if result.layout != torch.strided:
                 where = f" in {module!r}" if module else ""
                 raise PlanError(

@@ -25,7 +25,7 @@ class DeviceShare:
     Attributes:
         rounding: blocks of the caching allocator are larger than the tensors in them.
         fragmentation: memory that the allocator holds, and no tensor uses, when it holds the most.
-        workspaces: of cuBLAS.
+        workspaces: what those of cuBLAS add to the peak.
         context: of the process on the GPU; an estimate.
         source: where the estimate of the context is from.
     """
@@ -71,7 +71,8 @@ class Plan:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Returns the most bytes that the host arena holds at once."""
+        """Returns the most bytes that the host arena, what torch saves on the CPU, and states of
+        weights that are on the host hold at once."""
         return 0 if self.timeline.host is None else self.timeline.host.peak_bytes
 
     @property

@@ -15,10 +15,11 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
+from ..optim.master_weights import load_master_weights
 from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
-from ..step.optimizers import made_of
+from ..step.optimizers import is_headroom, made_of
 from ..step.run import passes, update
 from ..step.trees import mapped
 
@@ -55,6 +56,10 @@ class Steps:
             # Of whole parameters, whose sizes optimizers see of shards too.
             self.optimizer = made_of(self.optimizer, model)
         self.distribute()
+        if given.dtype is not None and given.offload is None and is_headroom(self.optimizer):
+            # It keeps the bits that weights lose, and with them the rest of its states.
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            load_master_weights(self.optimizer, {p: p.detach() for p in params})
         if given.offload is not None:
             self.offload(given.offload, given.state_budget)
         if given.scaler:

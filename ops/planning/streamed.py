@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.overlap import is_dense
-from ..host import weights
 from ..host.ring import aligned
-from ..host.weights import ALIGNMENT, Field, Stream, StreamedBlock
+from ..host.streaming import Stream, StreamedBlock, block, fields, slots
+from ..host.streaming.fields import ALIGNMENT, Field
 from ..patching.patch import repeated_layers
 from ..patching.report import PatchReport
 from ..patching.streaming import STREAM, chosen_blocks, forward_of, places_of, staying
@@ -101,6 +101,7 @@ def streaming_on_fakes(recorder: Recorder, host: PlannedHost, mode: Any) -> Iter
         if self.stream.arena is not host:  # but that of what was copied
             self.stream.arena = host
             self.stream._begin()
+        self.join(self.stream, self.stay)  # the first pass knows which is next
         self.device = recorder.device
         self.params, self.fields, self.slab = [*self._found()], fields, away(size)
         # The bytes that the host has as long as the block does.
@@ -109,10 +110,10 @@ def streaming_on_fakes(recorder: Recorder, host: PlannedHost, mode: Any) -> Iter
 
     with ExitStack() as stack:
         for target, name, value in (
-            (weights, "_on_memory", on_memory),
-            (weights, "engine_of", lambda device: host),
-            (weights, "let_pages_go", lambda slab: None),
-            (weights._Memory, "_uses", lambda self: 0),
+            (fields, "on_memory", on_memory),
+            (Stream, "engine_of", staticmethod(lambda device: host)),
+            (block, "let_pages_go", lambda slab: None),
+            (slots.Memory, "_uses", lambda self: 0),
             (Stream, "host_memory", host_memory),
             (StreamedBlock, "settle", settle),
         ):

@@ -25,7 +25,6 @@ from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
-from ..optim.muon.cost import warn_if_slow
 from ..param_states.paging import hosted
 from ..param_states.paging.handle import is_stepped_there
 from ..param_states.paging.hosted import Hosting
@@ -33,7 +32,8 @@ from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..patching.streaming import streamed_blocks
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.trees import tensors_in
+from ..step.loss import autocast
+from ..step.trees import mapped, tensors_in
 from .copies import Copier
 from .cuda_view import autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
@@ -52,6 +52,8 @@ from .streamed import Streamable, stream, streamable, streaming_on_fakes
 
 __all__ = ["trace"]
 
+NOT_EVALUATED = "evaluation is not counted"
+
 
 def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Timeline:
     """Returns the memory of the steps.
@@ -67,6 +69,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
     device = torch.device("cuda", 0) if step.device.type == "cuda" else torch.device("cpu")
     _hold_bitsandbytes(step.model)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
+    masks, masks_of_evaluation = masks_of(step.batch), masks_of(step.evaluated)
     unasked.clear()
     with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
@@ -82,13 +85,10 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
         stack.enter_context(mock.patch.object(hosted, "checksums", sums_of))
-        stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
         stack.enter_context(streaming_on_fakes(recorder, run.host, mode))
         run.blocks = [] if step.weights is None else streamable(step.model, step.weights)
         run.prepare()
-        if step.optimizer is not None:
-            warn_if_slow(run.optimizer, list(tensors_in(copied.batch)), step.accumulation)
         if watch is not None:
             watch(run.model, recorder)
         try:
@@ -98,8 +98,13 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             stack.enter_context(fakes_on_host(run.host.slabs))
             if device.type == "cuda":
                 stack.enter_context(autocast_told(recorder))
-            for number in range(step.steps):
-                run.step(number)
+                stack.enter_context(run.host.saving())
+            with masks:
+                for number in range(step.steps):
+                    run.step(number)
+            if step.evaluates is not None:
+                with masks_of_evaluation:
+                    run.evaluate()
         except PlanError:
             raise
         except Exception as error:
@@ -131,6 +136,7 @@ class _Traced(Steps):
         super().__init__(copied)
         self.recorder, self.host = recorder, host
         self._nodes: list[Any] = []
+        self._why_not_evaluated: list[str] = []
         self._is_stepping = self._is_scaling = False
         self.blocks: list[Streamable] = []  # whose weights shall be on the host
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
@@ -160,16 +166,30 @@ class _Traced(Steps):
             planned = kind(self.host, paging.budget, paging.bucket_bytes)
             self.optimizer.paging = planned
             planned.adopt(self.optimizer)
+        self._know_all()
         for x in tensors_in(self.given.batch):
             self.recorder.know(x, "batch", "batch")
-        self._know_all()
 
     def begin(self, phase: str) -> None:
         self.recorder.begin(phase)
 
+    def evaluate(self) -> None:
+        """Runs an evaluation as loops do between two steps. What cannot be followed in it is no
+        reason to plan no training."""
+        self.begin("other")
+        self.model.eval()
+        try:
+            batch = mapped(self.given.evaluated, torch.empty_like)  # it comes from the host
+            with torch.no_grad(), autocast(self.recorder.device.type, self.given.amp):
+                self.given.evaluates(self.model, batch)
+        except Exception as error:
+            why = str(_explained(error, self.recorder)).partition("\n")[0]
+            self._why_not_evaluated.append(f"{NOT_EVALUATED}: {why}")
+
     def notes(self) -> list[str]:
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
+        found += self._why_not_evaluated
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append(
                 "Recurrent layers are planned as on the CPU: what cuDNN takes for them is not "
@@ -239,11 +259,17 @@ class _Traced(Steps):
 
     def _know_all(self) -> None:
         """Notes what parameters, gradients, buffers and states there are."""
-        for kind, name, x in tensors_of_model(self.model):
+        places = {id(x): at for at, x in enumerate(_as_moved(self.model))}
+        known = [*tensors_of_model(self.model)]
+        for kind, name, x in sorted(known, key=lambda one: places.get(id(one[2]), -1)):
             self.recorder.know(x, kind, name, name.rpartition(".")[0])
         if self.optimizer is not None:
             for kind, name, x in tensors_of_state(self.optimizer, {}):
                 self.recorder.know(x, kind, name.removeprefix("."))
+            if self.host.is_asynchronous:  # states are where their parameters are
+                states = (self.optimizer.state.get(param) for param in self.host.weights)
+                for x in tensors_in([*states]):
+                    self.host.move(x)
 
     def _scalar(self, func: Any, x: Tensor) -> Any:
         """Answers for the value of a tensor, which fakes do not have."""
@@ -264,6 +290,15 @@ class _Traced(Steps):
         """Returns whether a number was drawn for a generator: its value changes no size either."""
         at = self.recorder.allocation_of(x)
         return at is not None and at.op in ("aten::randint", "aten::random_")
+
+
+def _as_moved(module: nn.Module) -> Iterator[Tensor]:
+    """Yields parameters and buffers in the order in which :meth:`torch.nn.Module.to` moves them to
+    a device, where each takes the first place that fits."""
+    for child in module.children():
+        yield from _as_moved(child)
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 @contextmanager

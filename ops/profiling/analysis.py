@@ -50,7 +50,8 @@ def analyze(
         notes.append("No step was ended by prof.step() while it was recorded.")
     inside = _Inside(chosen)
     calls = [call for call in recording.calls if inside.number(call.start) is not None]
-    work = list(Worker(types).of(calls))
+    worker = Worker(types)
+    work = list(worker.of(calls))
     kernels = recording.has_device
     sums = _Modules(model, optimizers, kernels)
     sums.add_calls(calls)
@@ -66,6 +67,8 @@ def analyze(
         sums.add_memory(recording.memory, inside)
         curves = _curves(recording.memory, inside.start)
     notes += _unseen(calls, kernels, device)
+    if worker.uncounted:
+        notes.append(f"FLOPs leave out {', '.join(sorted(worker.uncounted))}: no formula is known.")
     steps = _steps(recording, chosen, complete, inside, calls, work)
     notes += _waits(steps)
     return ProfileResult(

@@ -2,9 +2,9 @@
 that must move.
 
 **FLOPs** are those of the formulas of :mod:`torch.utils.flop_counter`, to which our ops add theirs:
-products of matrices, convolutions and attention, two for a multiplication and an addition. What has
-no formula counts as none. FLOPs that compute something again are told apart, inside fused
-operations too.
+products of matrices, convolutions and attention, two for a multiplication and an addition. What
+multiplies and has no formula counts as none, and is named. FLOPs that compute something again are
+told apart, inside fused operations too.
 
 **Bytes** are those of the arguments and of the results, each element once, where several indices
 share an element too. For element-wise operations and copies that is what a device must move, and
@@ -52,27 +52,64 @@ class Work(NamedTuple):
     counted: bool = False
 
 
+def _pairs(query: Tensor, key: Tensor) -> int:
+    """Returns two for each pair of a query and a key, in all heads."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return _pairs(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    return _pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 def _scores_again(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
     """Returns the work of scores in the backward pass: attention keeps none, and multiplies queries
     and keys again."""
-    batch, heads, rows, size = query.shape
-    return 2 * batch * heads * rows * size * key.shape[-2]
+    return _pairs(query, key) * query.shape[-1]
 
 
-# Of torch's fused operations; ours say it where they are registered.
-_AGAIN_INSIDE: dict[str, Callable[..., int]] = dict.fromkeys(
-    (
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-        "aten::_scaled_dot_product_flash_attention_backward",
-        "aten::_scaled_dot_product_efficient_attention_backward",
-        "aten::_scaled_dot_product_cudnn_attention_backward",
+# Of torch's fused operations; ours say it where they are registered. Torch itself has formulas for
+# those of the CPU from 2.14 on, and for fewer heads of keys than of queries not in all releases.
+_KINDS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_ATTENTIONS = [f"aten::_scaled_dot_product_{kind}" for kind in _KINDS]
+_FORMULAS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(_ATTENTIONS, _attention),
+    **{f"{name}_backward": _attention_backward for name in _ATTENTIONS},
+}
+_AGAIN_INSIDE = {f"{name}_backward": _scores_again for name in _ATTENTIONS}
+
+# What multiplies, and has no formula in some release of torch.
+_PRODUCTS = {
+    *("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn"),
+    *("aten::_cudnn_rnn_backward", "aten::miopen_rnn", "aten::miopen_rnn_backward"),
+    *("aten::mv", "aten::addmv", "aten::_cdist_forward", "aten::_cdist_backward"),
+    *("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_int_mm", "aten::_sparse_mm"),
+    *(
+        "aten::_weight_int4pack_mm",
+        "aten::_weight_int8pack_mm",
+        "aten::_weight_int4pack_mm_for_cpu",
     ),
-    _scores_again,
-)
+    *("aten::mkldnn_linear", "aten::mkldnn_convolution", "aten::_addmm_activation"),
+    *("aten::_scaled_mm", "aten::_flash_attention_forward", "aten::_flash_attention_backward"),
+    *("aten::_efficient_attention_forward", "aten::_efficient_attention_backward"),
+    *("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
+    *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"),
+    *("aten::_scaled_dot_product_fused_attention_overrideable",),
+    *("aten::_scaled_dot_product_fused_attention_overrideable_backward",),
+}
 
 
 class Worker:
-    """Finds the work of calls. Equal calls are looked at once."""
+    """Finds the work of calls. Equal calls are looked at once.
+
+    Attributes:
+        uncounted: the names of calls that multiply, and whose FLOPs are not known.
+    """
 
     def __init__(self, types: ListTypes) -> None:
         self._types = types
@@ -80,7 +117,8 @@ class Worker:
             op._qualified_op_name: formula
             for op, formula in flop_registry.items()
             if hasattr(op, "_qualified_op_name")
-        }
+        } | _FORMULAS
+        self.uncounted: set[str] = set()
         self._looked: dict[Any, Work | None] = {}
         self._moves: dict[str, bool] = {}
 
@@ -93,6 +131,9 @@ class Worker:
             if call.event.scope() != _FUNCTION:
                 continue
             multiplies = call.name in self._formulas
+            if call.name in _PRODUCTS and not multiplies:
+                if call.start >= flops_until.get(call.thread, 0):
+                    self.uncounted.add(call.name)
             if not multiplies and not self._moved(call.name):
                 continue
             multiplies = multiplies and call.start >= flops_until.get(call.thread, 0)
@@ -135,6 +176,8 @@ class Worker:
         try:
             values = arguments.values()
         except (ValueError, RuntimeError):
+            if name in self._formulas:
+                self.uncounted.add(name)
             return None
         schema, results = call_on_meta(op, values)
         flops = again = 0
@@ -145,6 +188,7 @@ class Worker:
                 if inside := _AGAIN_INSIDE.get(name, AGAIN.get(name)):
                     again = inside(*values)
             except Exception:  # whatever a formula of someone else does with these arguments
+                self.uncounted.add(name)
                 return None
         size = None if schema is None else _bytes(schema, values, results)
         counted = size is not None and (name in _COPIES or _is_pointwise(op))

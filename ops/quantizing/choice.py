@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._core.checks import list_of_names
 from .._core.registration import FLOATS
 from ..nn.linear import Linear
 from ..patching.changes import patched_names
@@ -17,8 +18,11 @@ from .report import Left
 
 FROZEN = "it is trained, and others are frozen"
 HEAD = "an output head"
+ROUTER = "a part of a router, which chooses or weighs experts"
 WIDE = "transformers keeps it in float32"
 ADAPTER = "a part of an adapter"
+EXPERTS = "matrices of experts in one parameter"
+GATES = "gate", "*expert*_gate", "gating"  # names of routers, where experts are beside them
 
 
 def joined(module: str, name: str) -> str:
@@ -51,7 +55,7 @@ def choose(
     """Returns the linear layers to quantize by name, and reasons for the others, by name.
 
     Raises:
-        TypeError: a weight is a DTensor.
+        TypeError: a weight is a DTensor, or ``skip`` are no names.
         ValueError: ``skip`` has a name that the model does not have, or the weight of a layer lies
             in memory of another parameter.
     """
@@ -109,11 +113,20 @@ def _reason(module: nn.Module, name: str, param: Tensor, known: str | None) -> s
         return "a vector"
     if known is not None and name == "weight":
         return known
-    if param.dim() == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
-        return "matrices of experts in one parameter, which are not quantized"
+    if is_of_experts(module, param):
+        return f"{EXPERTS}, which are not quantized"
     if isinstance(module, nn.Linear):
         return "of a subclass of Linear, which may use its weight in another way"
     return "not the weight of a linear layer"
+
+
+def is_of_experts(module: nn.Module, param: Tensor) -> bool:
+    """Returns whether a parameter of a module holds the matrices of several experts."""
+    if isinstance(module, (nn.Linear, nn.Embedding)) or is_conv1d(module):
+        return False
+    if param.dim() == 3:
+        return len(param) > 1 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
+    return param.dim() == 2 and "expert" in type(module).__name__.lower()
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -141,9 +154,11 @@ def _in_adapters(model: nn.Module) -> set[int]:
 def _skipped(
     model: nn.Module, linears: dict[str, nn.Module], skip: Iterable[str] | str
 ) -> dict[str, str]:
-    patterns = [skip] if isinstance(skip, str) else list(skip)
+    patterns = [skip] if isinstance(skip, str) else list_of_names("skip", skip)
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"skip has {pattern!r}, wanted names")
         if not any(_matches(name, pattern) for name in names):
             raise ValueError(f"skip: the model has no module with the name {pattern!r}")
     return {
@@ -166,21 +181,45 @@ def _above(name: str) -> Iterator[str]:
 
 
 def heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
-    """Returns the layers that answer, and those of which transformers says that they need float32:
-    the output embedding of a model of transformers and what lies outside its base model, such as
-    classifiers; and the layer with the last parameter of any model."""
+    """Returns the layers that answer, those in routers, and those of which transformers says that
+    they need float32. Layers that answer are the output embedding of a model of transformers, what
+    lies outside its base model, such as classifiers, and the layer with the last parameter of any
+    model."""
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     base = getattr(model, "base_model", model)
     inside = {id(module) for module in base.modules()} if isinstance(base, nn.Module) else set()
     last = [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1:]
-    wide = getattr(model, "_keep_in_fp32_modules", None) or ()
+    lists = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"
+    wide = [name for each in lists for name in getattr(model, each, None) or ()]
+    modules = dict(model.named_modules(remove_duplicate=False))
     left = {}
     for name, module in linears.items():
         if module is outputs or id(module) not in inside or name in last:
             left[name] = HEAD
-        elif any(part in wide for part in name.split(".")):
+        elif _is_in_router(name, modules):
+            left[name] = ROUTER
+        elif any(f".{one}." in f".{name}.weight." for one in wide):
             left[name] = WIDE
     return left
+
+
+def _is_in_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Returns whether a module chooses the experts of a token or weighs them, or lies in one that
+    does, by the names of modules and of their classes."""
+    for above in _above(name):
+        parent, _, last = above.rpartition(".")
+        if any(fnmatchcase(last, gate) for gate in GATES) and _has_experts(modules[parent]):
+            return True
+        is_router = "router" in last.lower() or "router" in type(modules[above]).__name__.lower()
+        if is_router and not _has_experts(modules[above]):
+            return True
+    return False
+
+
+def _has_experts(module: nn.Module) -> bool:
+    params = module.parameters(recurse=False)
+    names = (name for name, _ in module.named_children())
+    return any("expert" in name for name in names) or any(is_of_experts(module, p) for p in params)
 
 
 def _refuse_shared(model: nn.Module, chosen: dict[str, nn.Module]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.all_or_nothing import all_or_nothing
 from .._core.grouping import grouped
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
@@ -42,6 +43,9 @@ def load_quantized(
     peak of memory is that of the result and one tensor. Tensors that are not quantized keep the
     dtype of the file.
 
+    Tensors that are tied in the model stay so if the files have one of them, or equal ones; others
+    that the files have each for itself are no longer tied, as in transformers.
+
     Weights that bitsandbytes quantized, alone or through transformers, are taken as they are, in
     their own format; other weights of such files were left on purpose, and are left.
 
@@ -50,7 +54,8 @@ def load_quantized(
     ``headroom.load_quantized(model, folder)``.
 
     Args:
-        model: with parameters on the meta device, or on another, where they are replaced.
+        model: with parameters on the meta device, or on another, where they are replaced, and live
+            until all is read.
         files: a safetensors file, an index (``model.safetensors.index.json``), a folder that has
             either, or several files. Names are those of ``model.state_dict()``.
         to, block_size, double, skip, search: as in :func:`headroom.quantize`.
@@ -61,10 +66,12 @@ def load_quantized(
 
     Raises:
         OSError: a file cannot be read.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``files`` no path, or ``skip`` no names.
         ValueError: an argument is none of the above; a file is malformed; files and model have
-            other names or shapes; a weight has an element that is not finite. Names and shapes are
-            compared before anything is read.
+            other names or shapes; a weight has an element or a scale that is not finite. Names and
+            shapes are compared before anything is read.
+
+    Nothing is changed where it raises or is interrupted.
     """
     check_arguments(model, to, block_size)
     modules = dict(model.named_modules())
@@ -72,7 +79,8 @@ def load_quantized(
     packed = {name for name, own in found.items() if any(map(is_bitsandbytes_key, own))}
     chosen, reasons = _choice(model, found, modules, packed, skip)
     _compare(model, modules, found, packed)
-    ties = list(_ties(model))
+    ties = list(_ties(modules))
+    given_to = {joined(name, key) for name, own in found.items() for key in own}
     options: dict[str, Any] = {"block_size": block_size, "double": double, "search": search}
     report = QuantizeReport(model)
     total = sum(entry.size for own in found.values() for entry in own.values())
@@ -80,7 +88,8 @@ def load_quantized(
     # to lie between them, and what is freed could not be given back.
     largest = max((found[name]["weight"].size for name in chosen), default=0)
     room = torch.empty(largest, dtype=torch.uint8)
-    with torch.no_grad(), progress_bar(total, "load_quantized", unit="B", shown=True) as bar:
+    shown = progress_bar(total, "load_quantized", unit="B", shown=True)
+    with all_or_nothing(model), torch.no_grad(), shown as bar:
         for name, own in found.items():
             module, was = modules[name], type(modules[name]).__name__
             before = _wide_bytes(module, own) if name in chosen or name in packed else 0
@@ -92,14 +101,14 @@ def load_quantized(
                 take_shape(module, "int8" if "SCB" in own else "nf4")
             _fill(module, joined(name, ""), given)
             if isinstance(module, QuantizedLinear):
-                report.add(name, was, before, module)
+                report._add(name, was, before, module)
             bar.update(sum(entry.size for entry in own.values()))
-    for places in ties:
-        _tie(places)
-    _fill_buffers(modules, device)
-    report.left = left_parameters(model, reasons)
-    call_linears(model)
-    describe(model)
+        for places in ties:
+            _tie(model, places, given_to)
+        _fill_buffers(modules, device)
+        report.left = left_parameters(model, reasons)
+        call_linears(model)
+        describe(model)
     return report
 
 
@@ -154,15 +163,16 @@ def _compare(
     packed: Collection[str],
 ) -> None:
     """Raises where names or shapes of files and model differ, before anything is read."""
-    filled, unexpected = set(), []
+    given, filled, unexpected = set(), set(), []
     for name, own in found.items():
         module, is_packed = modules[name], name in packed
         if is_packed and not (is_linear(module) or isinstance(module, QuantizedLinear)):
             raise ValueError(f"'{name}' is in few bits in the files, and no linear layer")
         tensors = dict(_tensors(module))
-        filled |= {id(tensors[key]) for key in own if key in tensors}
-        if is_packed:
-            filled.add(id(getattr(module, "scales", None)))
+        given |= {joined(name, key) for key in (*own, *(["scales"] if is_packed else []))}
+        # Codes are not what another module can have too.
+        plain = own.keys() - ({"weight"} if is_packed else ())
+        filled |= {id(tensors[key]) for key in plain if key in tensors}
         for key, entry in own.items():
             full = joined(name, key)
             if key not in tensors and not (is_packed and is_bitsandbytes_key(key)):
@@ -173,10 +183,11 @@ def _compare(
                         f"'{full}' is {[*entry.shape]} in the files, and {[*wanted]} in the model"
                     )
     missing = [
-        joined(name, key)
+        full
         for name, module in modules.items()
         for key, tensor in _tensors(module)
-        if id(tensor) not in filled
+        if (full := joined(name, key)) not in given
+        and (id(tensor) not in filled or (name in packed and key == "weight"))
     ]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [name for name in unexpected if not any(re.search(one, name) for one in ignored)]
@@ -234,19 +245,39 @@ def _fill(module: nn.Module, prefix: str, given: dict[str, Tensor]) -> None:
 # ---- tensors that are in several places, or in no file -------------------------------------------
 
 
-def _ties(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+Places = dict[str, tuple[nn.Module, str]]  # modules and attributes, by the names of tensors
+
+
+def _ties(modules: Mapping[str, nn.Module]) -> Iterator[Places]:
     """Yields the places of each tensor that is in several."""
-    places = [(module, name) for module in model.modules() for name, _ in _tensors(module)]
-    for same in grouped(places, lambda place: id(getattr(*place))).values():
+    places = {
+        joined(path, name): (module, name)
+        for path, module in modules.items()
+        for name, _ in _tensors(module)
+    }
+    for same in grouped(places.items(), lambda item: id(getattr(*item[1]))).values():
         if len(same) > 1:
-            yield same
+            yield dict(same)
 
 
-def _tie(places: list[tuple[nn.Module, str]]) -> None:
-    """Gives all places the tensor of one that was filled."""
-    filled = next(place for place in places if not getattr(*place).is_meta)
-    for module, name in places:
-        setattr(module, name, getattr(*filled))
+def _tie(model: nn.Module, places: Places, given: Collection[str]) -> None:
+    """Gives places one tensor: those that the files did not fill, and those that they filled with
+    the same numbers. What they filled with others is no longer tied."""
+    mine = [one for one in places if one in given and not _has_codes(places[one])]
+    first = getattr(*places[mine[0]]) if mine else None
+    for one, (module, name) in places.items():
+        if one not in given or (one in mine and _is_equal(getattr(module, name), first)):
+            setattr(module, name, first)
+        else:
+            getattr(model, "all_tied_weights_keys", {}).pop(one, None)  # of transformers
+
+
+def _has_codes(place: tuple[nn.Module, str]) -> bool:
+    return isinstance(place[0], QuantizedLinear) and place[1] == "weight"
+
+
+def _is_equal(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.dtype == y.dtype and torch.equal(x, y))
 
 
 def _lost_buffers(module: nn.Module) -> list[str]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.checks import check_choice
+from .._core.checks import check_choice, check_module
 from .._core.progress import progress_bar
+from .._core.registration import FLOATS
 from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix, quantize_matrix
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
 from ..nn.torch_encoder import call_linears
@@ -55,7 +56,8 @@ def quantize(
         skip: names of modules that are left, with all inside them: whole names or their ends after
             a dot, with ``*``, ``?`` and ``[...]`` as in :mod:`fnmatch`; ``()`` for none. None
             leaves what answers: the output head, classifiers, the layer with the last parameter;
-            weights that are also another's; and those that transformers keeps in float32.
+            routers of experts and gates beside them; weights that are also another's; and those
+            that transformers keeps in float32.
         search: of "nf4" and "fp4": looks for the scale of a block with the least squared error,
             which takes several times as long.
 
@@ -63,10 +65,13 @@ def quantize(
         What was done, and what was left in 16 or 32 bits: ``print(report)``.
 
     Raises:
-        TypeError: ``model`` is no module, or a weight is a DTensor.
+        TypeError: ``model`` is no module, ``skip`` are no names, or a weight is a DTensor.
         ValueError: an argument is none of the above; no layer is left to quantize; a weight has an
             element that is not finite, or lies in memory of another parameter. Nothing is changed
             then.
+
+    Since weights are freed one after the other, a call that is interrupted leaves those layers
+    quantized that were; a further call goes on with the others.
     """
     check_arguments(model, to, block_size)
     chosen, reasons = choose(model, skip)
@@ -78,14 +83,16 @@ def quantize(
     report = QuantizeReport(model)
     total = sum(weight_of(module).nbytes for module in chosen.values())
     with progress_bar(total, "quantize", unit="B", shown=True) as bar:
-        for name, module in chosen.items():
-            was, before = type(module).__name__, weight_of(module).nbytes
-            q = quantized_weight(weight_of(module), to, **options)
-            report.add(name, was, before, take(module, q))
-            bar.update(before)
+        try:
+            for name, module in chosen.items():
+                was, before = type(module).__name__, weight_of(module).nbytes
+                q = quantized_weight(weight_of(module), to, **options)
+                report._add(name, was, before, take(module, q))
+                bar.update(before)
+        finally:
+            call_linears(model)
+            describe(model)
     report.left = left_parameters(model, reasons)
-    call_linears(model)
-    describe(model)
     return report
 
 
@@ -114,35 +121,37 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no module.
+        ValueError: ``dtype`` is none of those.
+
+    A call that is interrupted leaves some layers quantized; a further call goes on with these.
     """
-    _check_module(model)
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            module.release(dtype)
-    describe(model)
+    check_module(model)
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
+    try:
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.release(dtype)
+    finally:
+        describe(model)
     return model
 
 
 def check_arguments(model: Any, to: str, block_size: int) -> None:
     """Raises for arguments that are none of those of :func:`quantize`."""
-    _check_module(model)
+    check_module(model)
     check_choice("to", to, CLASSES)
     if type(block_size) is not int or block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size!r}, wanted a power of two from 32 to 4096")
 
 
-def _check_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}, wanted an instance of nn.Module")
-
-
-def check_finite(name: str, weight: Tensor) -> None:
+def check_finite(name: str, weight: Tensor, where: str = "") -> None:
     """Raises where an element of a weight is not finite."""
-    if weight.is_meta:
+    if weight.is_meta or not weight.numel():
         return
     ends = torch.stack(torch.aminmax(weight))  # which are NaN where an element is
     if not ends.isfinite().all():
-        raise ValueError(f"'{name}' has an element that is not finite")
+        raise ValueError(f"'{name}'{where} has an element that is not finite")
 
 
 def why_none(model: nn.Module, reasons: dict[str, str]) -> str:

@@ -69,7 +69,7 @@ class QuantizeReport:
     def after(self) -> int:
         return sum(one.after for one in self.quantized) + sum(one.bytes for one in self.left)
 
-    def add(self, name: str, was: str, before: int, layer: QuantizedLinear) -> None:
+    def _add(self, name: str, was: str, before: int, layer: QuantizedLinear) -> None:
         """Notes a layer whose weight took ``before`` bytes."""
         after = layer.weight.nbytes + layer.scales.nbytes
         self.quantized.append(Quantized(name, was, layer.format, before, after))

@@ -35,4 +35,4 @@ class Accumulation(Strategy):
             raise RuntimeError("backward() outside the micro_batch() of the accumulator")
 
     def take(self, params: list[Tensor]) -> None:
-        self._accumulator.take(params)
+        self._accumulator._take_early(params)

@@ -86,7 +86,7 @@ class IntoMoments(InBackward):
         """Adds a gradient to the moments, divided by beta so that the decay of the step with the
         last micro-batch cancels."""
         group = self.optimizer.param_groups[self.places[param]]
-        entry = self.optimizer.entry(param, group)
+        entry = self.optimizer._entry(param, group)
         beta1, beta2 = map(float, group["betas"])
         share = -self._share if group["maximize"] else self._share
         grad = local_part(like_param(param.grad, param))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.dtensor import local_part
+from .._core.text import shortened
 from ..optim.base import Optimizer
 from .strategy import Strategy
 
@@ -28,7 +29,6 @@ class Engine:
         self._hooked: set[Tensor] = set()
         self._hooks: list[Any] = []
         self._lock = threading.RLock()  # gradients of several devices come on several threads
-        self._task = -1  # the backward at whose end all buckets are handed over
         self._forget()
         self.add_hooks()
 
@@ -75,6 +75,8 @@ class Engine:
                 "them; remove() the handle before"
             )
         with self._lock:
+            if self._task not in (-1, torch._C._current_graph_task_id()):
+                self._strategy.unfinished = self._strategy.unfinished or ""
             self._strategy.admit(param, any(param in bucket for bucket in self._buckets.values()))
             self._wait(param)
 
@@ -98,7 +100,7 @@ class Engine:
     def flush(self) -> None:
         """Hands all buckets over. The current streams wait for what is done with them."""
         with self._lock:
-            self._task = -1
+            self._task, self._strategy.unfinished = -1, None
             for stream in list(self._buckets):
                 if stream is None:
                     self._hand_over(stream)
@@ -111,7 +113,12 @@ class Engine:
     def _hand_over(self, stream: Any) -> None:
         params = [param for param in self._buckets.get(stream, ()) if param.grad is not None]
         if params:
-            self._strategy.take(params)
+            try:
+                self._strategy.take(params)
+            except BaseException as error:  # without what it holds, which may be much memory
+                text = f"{type(error).__name__}: {error}"
+                self._strategy.unfinished = shortened(text, 200, keep="beginning")
+                raise
             for param in params:
                 param.grad = None
         self._buckets.pop(stream, None)  # not before: what raises is dropped with what waits
@@ -133,7 +140,6 @@ class Engine:
         """Drops the gradients that wait, and begins the step anew."""
         with self._lock:
             self._drop()
-            self._task = -1
             self._strategy.restart()
 
     def _drop(self) -> None:
@@ -156,3 +162,5 @@ class Engine:
     def _forget(self) -> None:
         self._buckets: dict[Any, dict[Tensor, None]] = {}  # parameters that wait, by stream
         self._bytes: dict[Any, int] = {}  # of their gradients
+        # The backward at whose end all buckets are handed over.
+        self._task, self._strategy.unfinished = -1, None

@@ -60,7 +60,8 @@ def release_gradients(
     gradient, so that about one parameter's gradient is in memory at a time.
 
     The training loop stays as it is, ``optimizer.step()`` included, which finishes the step, and
-    gives the same bits. Every backward needs a step after it, unless micro-batches are accumulated.
+    gives the same bits, but for the last place where it clips: the norm is put together from those
+    of the gradients. Every backward needs a step after it, unless micro-batches are accumulated.
     The release lasts until ``handle.remove()``, or as long as the optimizer exists.
 
     Example::
@@ -101,11 +102,11 @@ def release_gradients(
     Limits:
 
     - A whole step is not skipped, but with an optimizer that is stepped on the host, whose steps
-      are clipped and skipped exactly without ``clip``. With a scaler, with ``clip="previous"`` and
-      with AdamW8bit's ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own
-      parameter; parameters stepped before it are stepped. The scaler's ``update()`` sees it. The
-      step after :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a
-      skip is possible, each parameter takes a launch of its own on CUDA.)
+      are clipped by the norm of all gradients and skipped for a scaler without ``clip``. Else with
+      a scaler, with ``clip="previous"`` and with AdamW8bit's ``nonfinite="skip_step"``, an infinite
+      or NaN gradient skips its own parameter; all others are stepped. The scaler's ``update()``
+      sees it. The step after :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are
+      exact. (Where a skip is possible, each parameter takes a launch of its own on CUDA.)
     - Gradients are gone after backward. Code that reads or changes them between backward and step
       (``clip_grad_norm_``, ``scaler.unscale_``, logging) finds none.
     - A backward cannot be taken back, and there is no step without one: ``zero_grad()`` before
@@ -175,7 +176,10 @@ class ReleaseHandle:
                 cannot be taken back.
         """
         if self.has_stepped:
-            raise RuntimeError("the backward has stepped parameters, which cannot be taken back")
+            raise RuntimeError(
+                "the backward has stepped parameters, which cannot be taken back: call "
+                "optimizer.step(), which leaves the others as they are, or load the last checkpoint"
+            )
         self._engine.abandon()
 
     def __enter__(self) -> ReleaseHandle:
@@ -191,7 +195,8 @@ class ReleaseHandle:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned."""
-        self._strategy.norm = state_dict["norm"]
+        norm = state_dict["norm"]
+        self._strategy.norm = None if norm is None else norm.clone()
 
     # ---- around backward ------------------------------------------------------------------------
 
@@ -265,7 +270,7 @@ class ReleaseHandle:
         with self._strategy.micro_batch(share), self._engine.dropping_on_error():
             yield
 
-    def finish(self, closure: Callable[[], Any] | None, max_grad_norm: float | None) -> bool:
+    def _finish(self, closure: Callable[[], Any] | None, max_grad_norm: float | None) -> bool:
         """Finishes the step that backward has begun, and returns whether it had begun one; if not,
         the step is an ordinary one. ``optimizer.step()`` calls it first."""
         if closure is not None:

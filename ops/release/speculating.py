@@ -68,10 +68,10 @@ class Speculating(Stepping):
         optimizer.grad_norm = measured.norm
         self.has_stepped = not measured.found_inf  # if it fails, a part has been
         if measured.found_inf:
-            optimizer.restart_stalled()
+            optimizer._restart_stalled()
             hosting.discard()
         elif self.max_norm is not None and measured.clip_coef != 1:
-            optimizer.restart_stalled()
+            optimizer._restart_stalled()
             optimizer._run(hosting.made_again(measured.clip_coef))
             hosting.finish()
         else:

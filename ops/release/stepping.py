@@ -155,7 +155,7 @@ class Stepping(InBackward):
             self._keep_norm(measured.norm)
         optimizer.measured, optimizer.measured_params = measured, self._norms.params
         if measured is not None:
-            optimizer.prepared_count(measured.found_inf)()
+            optimizer._prepared_count(measured.found_inf)()
 
     def _keep_norm(self, norm: Tensor) -> None:
         """Keeps the norm of a step for the next one."""

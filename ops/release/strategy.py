@@ -18,6 +18,8 @@ class Strategy:
 
     Attributes:
         places: the number of the group of each parameter; the engine keeps it.
+        unfinished: what the backward before this one raised, if it did not end; the engine keeps
+            it. Empty if that is not known, and None after one that ended.
         norm: the norm that the next step clips by, if there is one. It is saved with the handle.
         sums_over_ranks: whether gradients are those of this rank alone, to be reduced later.
     """
@@ -28,6 +30,7 @@ class Strategy:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.places: dict[Tensor, int] = {}
+        self.unfinished: str | None = None
         self.norm: Tensor | None = None
 
     def check(self) -> None:
@@ -108,8 +111,24 @@ class InBackward(Strategy):
     def _refuse(self, param: Tensor, what: str) -> None:
         name = name_of(self.optimizer.param_groups, param)
         raise RuntimeError(
-            f"{name} {what}. Call step() after every backward(), sum micro-batches in a "
-            "GradAccumulator, and do not use a parameter in several reentrant checkpoints"
+            f"{name} {what}. {self._way_on()}Call step() after every backward(), sum micro-batches "
+            "in a GradAccumulator, and do not use a parameter in several reentrant checkpoints"
+        )
+
+    def _way_on(self) -> str:
+        """Returns what to do after a backward that raised, if there was one."""
+        if self.unfinished is None:
+            return ""
+        if self.has_stepped:
+            then = (
+                "it has stepped parameters, which cannot be taken back: call optimizer.step(), "
+                "which leaves the others as they are, or load the last checkpoint"
+            )
+        else:
+            then = "call handle.abandon(), of release_gradients(), before another one"
+        raised = self.unfinished and f": it raised {self.unfinished}"
+        return (
+            f"The backward() before this one did not end{raised}. After one that raised, {then}. "
         )
 
     def drop(self) -> None:
@@ -148,12 +167,12 @@ class InBackward(Strategy):
         if grad_scale is not None:
             scalars = scalars._replace(grad_scale=grad_scale)
         calls = [
-            self.optimizer.prepared_part(index, members, scalars)
+            self.optimizer._prepared_part(index, members, scalars)
             for index, members in grouped(params, self.places.__getitem__).items()
         ]
         self.has_stepped = True
         if not self._has_applied:
-            self.optimizer.restart_stalled()
+            self.optimizer._restart_stalled()
             self._has_applied = True
         with torch.no_grad():
             for call in calls:

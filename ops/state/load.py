@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.ownership import given_up
 from .._core.randomness import generator_states, restore_generators
 from .._core.text import quoted
 from ..optim.base import Optimizer
@@ -107,7 +108,8 @@ def load_state(
         for filled in models.values():
             filled.take(tensors)
         del tensors
-        _load_all(file, wanted, models, states, generators)
+        with given_up():  # nobody else has what was read, nor what a failed load gives back
+            _load_all(file, wanted, models, states, generators)
     return states["extra"]
 
 

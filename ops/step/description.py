@@ -35,6 +35,8 @@ class Step:
         state_budget: the bytes of a "state" that stay on the device, with those of the ring.
         weights: as in :func:`headroom.patch`: which blocks have their weights on the host; None:
             as the model has it.
+        evaluates, evaluated: an evaluation between two steps, called with the model and its batch;
+            None: there is none, or it is not known.
         accumulator: whether the gradients of micro-batches are summed in float32.
         release: whether gradients are released in the backward pass; or the bytes of a bucket.
         max_grad_norm: gradients are clipped to it, or None.
@@ -63,6 +65,8 @@ class Step:
     offload: str | None = None
     state_budget: int = 0
     weights: Any = None
+    evaluates: Callable[[nn.Module, Any], Any] | None = None
+    evaluated: Any = None
     accumulator: bool = False
     release: bool | int = False
     checkpoint_every: int | None = None
@@ -81,7 +85,16 @@ class Step:
     def copied(self, copy: Callable[[Any], Any]) -> Step:
         """Returns the step with copies of what it is made of; ``copy`` gets all of it at once, so
         that what is shared stays shared."""
-        names = ("model", "optimizer", "batch", "whole", "loss", "forward")
+        names = (
+            "model",
+            "optimizer",
+            "batch",
+            "whole",
+            "loss",
+            "forward",
+            "evaluates",
+            "evaluated",
+        )
         return replace(self, **copy({name: getattr(self, name) for name in names}))
 
     def part(self, count: int) -> Any:
@@ -109,6 +122,8 @@ class Step:
             found[self.offload] = "on the host"
         if self.weights is not None:
             found["weights"] = "on the host"
+        if self.evaluates is not None:
+            found["evaluation"] = "between steps"
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
         for name in ("accumulator", "release", "scaler", "prefetch"):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._core.checks import check_count
-from .packed import chosen, ends_of, resized_row, spread, tokens_of
+from .layout import labels_of, layout_of
+from .packed import chosen, ends_of, resized_row, spread
 from .trees import mapped, tensors_in
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "TOKENS",
     "bytes_of",
     "can_cut",
+    "check_told",
     "counts",
     "labels_of",
     "largest_part",
@@ -48,12 +50,11 @@ IGNORED = -100  # the label of what counts for nothing, in losses of torch and o
 
 
 def samples_of(batch: Any) -> int | None:
-    """Returns the samples of a batch: the first dimension of its first tensor that has one, or the
-    sequences that are packed into its one row. None if there is no such tensor."""
+    """Returns the samples of a batch, or the sequences that are packed into its one row. None if no
+    tensor has a dimension."""
     if (ends := ends_of(batch)) is not None:
         return len(ends) - 1
-    first = next((x for x in tensors_in(batch) if x.dim()), None)
-    return None if first is None else first.shape[0]
+    return layout_of(batch).samples
 
 
 def bytes_of(batch: Any) -> int:
@@ -65,18 +66,35 @@ def parts(batch: Any, count: int) -> list[Any]:
     """Returns ``count`` parts of a batch, which are views of it: of equal size, but for the last
     where the samples cannot be divided so. Where these are fewer, so are the parts.
 
-    Tensors whose first dimension is that of the first tensor are cut along it; everything else is
-    in every part. A row of packed sequences is cut at their ends, into parts of about as many
-    tokens, with all tensors ``[1, tokens, ...]`` and ``[tokens, ...]``.
+    Tensors that have a row for each sample are cut along it, as :mod:`headroom.step.layout` finds
+    them; everything else is in every part. A row of packed sequences is cut at their ends, into
+    parts of about as many tokens, with all tensors that have its tokens.
 
     Raises:
-        ValueError: the batch has no samples.
+        ValueError: the batch has no samples, or pieces of which it says nowhere to which of them
+            they belong.
     """
+    if count > 1:
+        check_told(batch)
+    return _parts(batch, count)
+
+
+def check_told(batch: Any) -> None:
+    """Raises if samples have images or sounds of which the batch does not say whose they are."""
+    untold = layout_of(batch).untold
+    if untold is not None and (samples_of(batch) or 0) > 1:
+        raise ValueError(
+            f"the batch cannot be cut into micro-batches: {untold}; let the loader make smaller "
+            "batches"
+        )
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     if (ends := ends_of(batch)) is not None:
         return [chosen(batch, ends, numbers) for numbers in spread(ends, min(count, len(ends) - 1))]
-    samples = samples_of(batch)
+    samples, _, dims, _ = layout_of(batch)
     if not samples:
         raise ValueError(
             f"the batch has no samples to make {count} micro-batches of: wanted a tensor whose "
@@ -85,7 +103,8 @@ def parts(batch: Any, count: int) -> list[Any]:
     size = -(-samples // count)
 
     def cut(x: Tensor, at: int) -> Tensor:
-        return x[at : at + size] if x.dim() and x.shape[0] == samples else x
+        dim = dims.get(id(x))
+        return x if dim is None else x.narrow(dim, at, min(size, samples - at))
 
     return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
 
@@ -96,7 +115,9 @@ def micro_batches(batch: Any, count: int, *, next_tokens: bool = False) -> list[
 
     The weight is the number of labels that are not -100, or of samples in a batch without labels.
     Rows of packed sequences are cut at their ends, in parts of about as many tokens; other batches
-    along the first dimension.
+    along the first dimension of ``input_ids``, or else of the labels, or of the first tensor.
+    Positions ``[3, rows, tokens]``, of vision models, are cut with their rows; what has another
+    first dimension is in every part.
 
     Args:
         batch: a tensor, or tensors in a dict, tuple or list. Labels are ``batch["labels"]``, or the
@@ -106,18 +127,20 @@ def micro_batches(batch: Any, count: int, *, next_tokens: bool = False) -> list[
             each sequence does not count either.
 
     Raises:
-        ValueError: the batch has no samples, or ``count`` is below 1.
+        ValueError: the batch has no samples, or images of which it does not say which sample has
+            them, as those of Qwen2-VL; or ``count`` is below 1.
     """
     check_count("count", count, 1)
     each = parts(batch, count)
     if labels_of(batch) is None:
-        return [(part, samples_of(part) or 1) for part in each]
+        return list(zip(each, _samples_in(each, batch)))
     return [(part, int(_counted(part, next_tokens))) for part in each]
 
 
 def largest_part(batch: Any, count: int) -> Any:
-    """Returns the one of ``count`` parts of a batch that takes the most memory."""
-    return max(parts(batch, count), key=bytes_of)
+    """Returns the one of ``count`` parts of a batch that takes the most memory, with all images if
+    nobody knows which they have."""
+    return max(_parts(batch, count), key=bytes_of)
 
 
 def some_samples(batch: Any, count: int) -> Any:
@@ -133,8 +156,13 @@ def picked(batch: Any, numbers: Sequence[int]) -> Any:
     """Returns a batch of copies of the samples with these numbers."""
     if (ends := ends_of(batch)) is not None:
         return mapped(chosen(batch, ends, numbers), torch.clone)
-    rows, samples = [*numbers], samples_of(batch) or 0
-    return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
+    dims = layout_of(batch).dims
+
+    def pick(x: Tensor) -> Tensor:
+        dim = dims.get(id(x))
+        return x if dim is None else x.index_select(dim, torch.tensor([*numbers], device=x.device))
+
+    return mapped(batch, pick)
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -145,16 +173,18 @@ def resized(batch: Any, samples: int) -> Any:
     """
     if (ends := ends_of(batch)) is not None:
         return resized_row(batch, ends, samples)
-    count = samples_of(batch)
+    count, _, dims, _ = layout_of(batch)
     if count is None:
         raise ValueError(
             "sample_batch has no tensor with a dimension, so it has no batch to resize"
         )
 
     def resize(x: Tensor) -> Tensor:
-        if not x.dim() or x.shape[0] != count:
+        if (dim := dims.get(id(x))) is None:
             return x
-        return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device="meta")
+        shape = [*x.shape]
+        shape[dim] = samples
+        return torch.empty(shape, dtype=x.dtype, device="meta")
 
     return mapped(batch, resize)
 
@@ -165,7 +195,13 @@ def repeated(batch: Any, times: int) -> Any:
         return batch
     if (ends := ends_of(batch)) is not None:
         return chosen(batch, ends, [*range(len(ends) - 1)] * times)
-    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() else x)
+    dims = layout_of(batch).dims
+
+    def repeat(x: Tensor) -> Tensor:
+        dim = dims.get(id(x))
+        return x if dim is None else torch.cat([x] * times, dim)
+
+    return mapped(batch, repeat)
 
 
 def can_cut(batch: Any, count: int) -> bool:
@@ -188,7 +224,7 @@ def mixes_samples(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
-def shares(each: Sequence[Any], rule: str = SAMPLES) -> list[Fraction]:
+def shares(each: Sequence[Any], rule: str = SAMPLES, whole: Any = None) -> list[Fraction]:
     """Returns what the loss of each part of a batch is multiplied by.
 
     Parts without a token that counts get 0 and need not be computed: a mean over none is nan. If no
@@ -197,16 +233,26 @@ def shares(each: Sequence[Any], rule: str = SAMPLES) -> list[Fraction]:
     Args:
         each: the parts.
         rule: what the loss is a mean over.
+        whole: the batch, if it is known.
     """
     if rule == SUM:
         return [Fraction(1) for _ in each]
     if rule == SAMPLES or len(each) == 1:
-        counts = [samples_of(part) or 1 for part in each]
+        counts = _samples_in(each, whole)
     else:
         # One transfer for all of them, before anything is computed that it would wait for.
         counts = torch.stack([_counted(part, rule == NEXT_TOKENS) for part in each]).tolist()
         counts = counts if any(counts) else [1] * len(each)
     return [Fraction(count, sum(counts)) for count in counts]
+
+
+def _samples_in(each: Sequence[Any], whole: Any) -> list[int]:
+    """Returns the samples of each part: sequences of a row that is packed, or else rows, which may
+    be packed themselves."""
+    rows = [layout_of(part).samples or 1 for part in each]
+    if max(rows, default=0) > 1 or (whole is not None and ends_of(whole) is None):
+        return rows
+    return [samples_of(part) or 1 for part in each]
 
 
 def _counted(part: Any, shifted: bool) -> Tensor:
@@ -216,19 +262,6 @@ def _counted(part: Any, shifted: bool) -> Tensor:
     if shifted and not (isinstance(part, Mapping) and "shift_labels" in part):
         if (ends := ends_of(part)) is not None:
             labels = labels.index_fill(-1, labels.new_tensor(ends[:-1]), IGNORED)
-        elif labels.dim() > 1 or len(labels) == tokens_of(part):
+        elif labels.dim() > 1 or len(labels) == layout_of(part).tokens:
             labels = labels[..., 1:]
     return labels.ne(IGNORED).sum()
-
-
-def labels_of(batch: Any) -> Tensor | None:
-    """Returns the labels of a batch that are whole numbers: of a dict by their name, else the last
-    ones. None if there are none."""
-    found = None
-    if isinstance(batch, Mapping):
-        found = batch.get("shift_labels", batch.get("labels"))
-    elif isinstance(batch, (tuple, list)) and batch:
-        found = batch[-1]
-    if not isinstance(found, Tensor) or not found.dim():
-        return None
-    return None if found.is_floating_point() or found.is_complex() else found

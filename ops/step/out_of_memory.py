@@ -9,9 +9,11 @@ import torch
 
 __all__ = ["add_note", "forget_tensors", "is_out_of_memory"]
 
-# How a RuntimeError says it: torch's allocator for the CPU on Linux and elsewhere, C++, the CUDA
-# runtime, and CUDA's libraries, which allocate beside torch, such as CUBLAS_STATUS_ALLOC_FAILED.
+# How a RuntimeError says it: torch's allocators, of a device where an op on the stable ABI calls
+# it, and of the CPU on Linux and elsewhere, C++, the CUDA runtime, and CUDA's libraries, which
+# allocate beside torch, such as CUBLAS_STATUS_ALLOC_FAILED.
 _WORDS = (
+    " out of memory. Tried to allocate ",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .trees import mapped, tensors_in
+from ..patching.attention import is_full, sequences_of
+from .layout import ENDS, LONGEST, layout_of
+from .trees import mapped
 
-__all__ = ["chosen", "ends_of", "resized_row", "spread", "tokens_of"]
-
-# Where batches say at which tokens sequences end, and how long the longest is: in headroom.nn, and
-# in transformers and TRL.
-ENDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-LONGEST = ("max_length_q", "max_length_k")
+__all__ = ["chosen", "ends_of", "resized_row", "spread"]
 
 
 def ends_of(batch: Any) -> list[int] | None:
@@ -26,21 +23,32 @@ def ends_of(batch: Any) -> list[int] | None:
     first of a tuple, holds in its one row, ``[1, tokens, ...]``; None for any other batch, and of
     fakes.
 
-    Ends are told by ``cu_seqlens`` or ``cu_seq_lens_q``, or by ``position_ids`` that begin anew.
+    Ends are told by ``cu_seqlens`` or ``cu_seq_lens_q``, or by ``position_ids`` that begin anew. A
+    mask that hides tokens from each other, or hides padding, says otherwise; one of ones says
+    nothing, as for flash attention and for ours.
     """
     named = _named(batch)
-    if named is None or (tokens := tokens_of(named)) is None:
+    if named is None or (tokens := layout_of(named).tokens) is None:
         return None
     for name in ENDS:
         if isinstance(ends := named.get(name), Tensor):
             return None if _is_unknown(ends) or ends.dim() != 1 else _within(ends.tolist(), tokens)
-    positions = named.get("position_ids")
-    # With a mask, transformers does not look at where positions begin.
-    if not isinstance(positions, Tensor) or isinstance(named.get("attention_mask"), Tensor):
+    positions, mask = named.get("position_ids"), named.get("attention_mask")
+    if not isinstance(positions, Tensor) or _is_unknown(positions):
         return None
-    if _is_unknown(positions) or positions.shape != (1, tokens):
+    if positions.dim() == 3 and len(positions) == 4:  # those of the text before those of the axes
+        positions = positions[0]
+    if positions.shape != (1, tokens):
         return None
-    begin = (positions[0].diff() != 1).nonzero().flatten() + 1
+    if mask is None:
+        begins = positions[0].diff() != 1
+    elif not isinstance(mask, Tensor) or mask.shape != (1, tokens) or not is_full(mask):
+        return None
+    elif (sequences := sequences_of(positions)) is None:
+        return None
+    else:
+        begins = sequences[0].diff() != 0
+    begin = begins.nonzero().flatten() + 1
     return [0, *begin.tolist(), tokens] if begin.numel() else None
 
 
@@ -59,20 +67,20 @@ def _within(ends: list[int], tokens: int) -> list[int] | None:
     return sorted({min(end, tokens) for end in ends} | {tokens}) if tokens else None
 
 
-def tokens_of(batch: Any) -> int | None:
-    """Returns the tokens in the row of a batch that has one row."""
-    row = next((x for x in tensors_in(batch) if x.dim() > 1), None)
-    return row.shape[1] if row is not None and row.shape[0] == 1 else None
-
-
 def _is_unknown(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
-def _dim_of_tokens(x: Tensor, tokens: int) -> int | None:
-    """Returns the dimension of a tensor that has an element for each token of a row, ``[1, tokens,
-    ...]`` or ``[tokens, ...]``; None if there is none."""
-    return next((dim for dim in (1, 0) if x.shape[: dim + 1] == (*[1] * dim, tokens)), None)
+def _dims_of_tokens(x: Tensor, tokens: int) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor that have an element for each token of a row: of ``[1,
+    tokens, ...]``, ``[tokens, ...]``, positions ``[axes, 1, tokens]`` and masks ``[1, 1, 1 or
+    tokens, tokens]``."""
+    if x.dim() == 4 and x.shape[:2] == (1, 1) and x.shape[3] == tokens != 1:
+        return (2, 3) if x.shape[2] == tokens else (3,)
+    for dim in (1, 0):
+        if x.shape[: dim + 1] == (*[1] * dim, tokens):
+            return (dim,)
+    return (2,) if x.dim() == 3 and x.shape[1:] == (1, tokens) else ()
 
 
 def spread(ends: Sequence[int], count: int) -> list[range]:
@@ -98,11 +106,10 @@ def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
     ]
 
     def change(x: Tensor) -> Tensor:
-        dim = _dim_of_tokens(x, ends[-1])
-        if dim is None:
-            return x
-        cut = [x.narrow(dim, start, end - start) for start, end in spans]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, dim=dim)
+        for dim in _dims_of_tokens(x, ends[-1]):
+            cut = [x.narrow(dim, start, end - start) for start, end in spans]
+            x = cut[0] if len(cut) == 1 else torch.cat(cut, dim=dim)
+        return x
 
     made = mapped(batch, change)
     named: Any = _named(made)
@@ -125,7 +132,7 @@ def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
 
     def resize(x: Tensor) -> Tensor:
         shape = list(x.shape)
-        if (dim := _dim_of_tokens(x, ends[-1])) is not None:
+        for dim in _dims_of_tokens(x, ends[-1]):
             shape[dim] = tokens
         return torch.empty(shape, dtype=x.dtype, device="meta")
 

@@ -20,6 +20,7 @@ from .micro_batches import (
     NEXT_TOKENS,
     SAMPLES,
     TOKENS,
+    check_told,
     labels_of,
     picked,
     samples_of,
@@ -84,6 +85,7 @@ def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     batch = some_samples(step.batch, MOST_SAMPLES)
     samples = samples_of(batch) or 1
     numbers = UNEVEN if samples == MOST_SAMPLES else [(k,) for k in range(samples)]
+    check_told(batch)
     each = [picked(batch, some) for some in numbers]
     with generators_kept(step.device), SameDraws():
         model = Blocks.of_copy(step.model, has_levels=has_levels).model
@@ -94,7 +96,7 @@ def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     tolerance = _tolerance(step)
     if not _is_equal(buffers, dict(model.named_buffers()), tolerance):
         return None
-    errors = {rule: _error(whole, found, shares(each, rule)) for rule in rules}
+    errors = {rule: _error(whole, found, shares(each, rule, batch)) for rule in rules}
     least = min(errors.values())
     if not least <= tolerance:
         return None

@@ -37,7 +37,7 @@ def train(step: Step, parts: Sequence[Any]) -> Tensor:
     model, optimizer, scaler, total = step.model, step.optimizer, step.scaler or None, Total()
     passes(
         partial(step.loss_of, model),
-        [part for part in zip(parts, shares(parts, step.rule)) if part[1]],
+        [part for part in zip(parts, shares(parts, step.rule, step.batch)) if part[1]],
         backward=lambda loss: (loss if scaler is None else scaler.scale(loss)).backward(),
         seen=total.add,
     )

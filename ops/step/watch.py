@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._core.recompute import check_version
 from .trees import tensors_in
 
 __all__ = ["hearing_blocks", "hearing_gradients", "listening", "unseen"]
@@ -78,13 +79,8 @@ def hearing_blocks(
 
 
 def _given_back(tensor: Tensor, version: int) -> Tensor:
-    """Raises if a tensor was changed in place: with hooks autograd does not look by itself."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version "
-            f"{tensor._version}; expected version {version} instead"
-        )
+    """Returns a tensor that was saved at ``version``, or raises if it was changed in place."""
+    check_version(tensor, version)
     return tensor
 
 

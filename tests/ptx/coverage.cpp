@@ -114,3 +114,9 @@ class Coverage : public testing::Environment
 
 const auto *const coverage = testing::AddGlobalTestEnvironment(new Coverage);
 } // namespace
+
+std::string ptx_registration::running_test()
+{
+    const auto *const test = testing::UnitTest::GetInstance()->current_test_info();
+    return test ? std::string(test->test_suite_name()) + "." + test->name() : "";
+}

@@ -3,10 +3,10 @@
 // binaries; HEADROOM_PTX_ARCH says for which architecture, 90 if it is not set.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
+#include <memory>
 #include <vector>
-
-#include <gtest/gtest.h>
 
 #include "tests/c/emulator/machine.h"
 #include "tests/c/emulator/race.h"
@@ -141,7 +141,13 @@ ptx_function *entry_of(Kernel &kernel)
     return kernel.entry;
 }
 
-cudaError_t launch(Kernel &kernel, dim3 grid, dim3 block, void **arguments, size_t shared)
+// Where the parameters of a launch are as the entry's layout has them.
+struct alignas(16) Parameters {
+    char bytes[kMostParameterBytes + 4];
+};
+
+cudaError_t launch(Kernel &kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                   cudaStream_t stream)
 {
     ptx_function *const entry = entry_of(kernel);
     if (!entry)
@@ -155,14 +161,16 @@ cudaError_t launch(Kernel &kernel, dim3 grid, dim3 block, void **arguments, size
                             cudaErrorInvalidConfiguration);
         return cudaErrorInvalidConfiguration;
     }
-    alignas(16) static char parameters[kMostParameterBytes + 4];
+    const auto parameters = std::make_shared<Parameters>();
     for (int k = 0; k < entry->parameters; k++)
-        memcpy(parameters + entry->parameter[k].offset, arguments[k], entry->parameter[k].bytes);
+        memcpy(parameters->bytes + entry->parameter[k].offset, arguments[k],
+               entry->parameter[k].bytes);
     entry->launches++;
-    const auto *const test = testing::UnitTest::GetInstance()->current_test_info();
-    if (!entry->ran_in && test)
-        entry->ran_in = strdup((std::string(test->test_suite_name()) + "." + test->name()).c_str());
-    ptx_machine::launch(entry, grid, block, parameters, shared);
+    const std::string test = entry->ran_in ? "" : ptx_registration::running_test();
+    if (!test.empty())
+        entry->ran_in = strdup(test.c_str());
+    hr_emu::submit(stream,
+                   [=] { ptx_machine::launch(entry, grid, block, parameters->bytes, shared); });
     return cudaPeekAtLastError();
 }
 } // namespace
@@ -240,14 +248,14 @@ cudaError_t __cudaGetKernel(void **kernel, const void *host)
 }
 
 cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
-                               cudaStream_t)
+                               cudaStream_t stream)
 {
-    return launch(*static_cast<Kernel *>(kernel), grid, block, arguments, shared);
+    return launch(*static_cast<Kernel *>(kernel), grid, block, arguments, shared, stream);
 }
 
 cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments,
-                             size_t shared, cudaStream_t)
+                             size_t shared, cudaStream_t stream)
 {
-    return launch(kernels().at(host), grid, block, arguments, shared);
+    return launch(kernels().at(host), grid, block, arguments, shared, stream);
 }
 }

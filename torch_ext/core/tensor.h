@@ -17,6 +17,8 @@
 #include <unistd.h>
 #endif
 
+#include "torch_ext/core/errors.h"
+
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -243,11 +245,17 @@ inline Tensor new_tensor(const Tensor &like, torch::headeronly::IntHeaderOnlyArr
     return in_huge_pages(torch::stable::new_empty(like, sizes, type));
 }
 
+// The doubles that workspace of so many bytes is allocated as.
+inline int64_t doubles_of(size_t bytes)
+{
+    return static_cast<int64_t>((bytes + 7) / 8);
+}
+
 // Allocates workspace on the device of `like`. It comes from torch's allocator, so it is safe to
 // free it before the current stream has run the work.
 inline Tensor workspace_of(size_t bytes, const Tensor &like)
 {
-    const int64_t doubles = static_cast<int64_t>((bytes + 7) / 8);
+    const int64_t doubles = doubles_of(bytes);
     return new_tensor(like, {&doubles, 1}, torch::headeronly::ScalarType::Double);
 }
 

@@ -15,8 +15,8 @@ namespace
 using namespace headroom;
 
 // Bits of `results`.
-enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTROPY = 32 };
-enum { ARGMAX = 64, RANK = 128, MEAN_LOGIT = 256, LOG_SUM_SQ_PROBS = 512 };
+enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, LARGEST = 8, ENTROPY = 16 };
+enum { ARGMAX = 32, RANK = 64, MEAN_LOGIT = 128, LOG_SUM_SQ_PROBS = 256 };
 
 using Config = hr_linear_cross_entropy_config;
 
@@ -25,10 +25,9 @@ using Config = hr_linear_cross_entropy_config;
 #define NUMBERS(of) \
     LIKE_CONFIG(of) \
     of(int, order)
-#define LIKE_CONFIG(of)                                                                            \
-    of(int, ignore_index) of(float, label_smoothing) of(float, softcap) of(float, z_loss)          \
-        of(float, logit_scale) of(int, workspace_limit) of(int, most_counted) of(int, first_class) \
-            of(int, all_classes) of(bool, round_each_chunk) of(bool, check_target)
+#define LIKE_CONFIG(of)                                                                   \
+    of(int, ignore_index) of(float, label_smoothing) of(float, softcap) of(float, z_loss) \
+        of(float, logit_scale) of(int, workspace_limit) of(bool, check_target)
 
 // What describes a weight of few bits, beside its codes and scales; format is 0 where there is none.
 #define FORMAT(of) of(int, format) of(int, block_size) of(bool, nested)
@@ -92,8 +91,7 @@ class Layer : public LossRows
                  "features]");
         config.sequence = shift ? in.sizes[in.dim - 2] : 0;
         if (class_weight)
-            inputs.class_weight = vector(*class_weight, "class_weight",
-                                         config.all_classes > 0 ? config.all_classes : classes);
+            inputs.class_weight = vector(*class_weight, "class_weight", classes);
         if (token_weight)
             inputs.token_weight = vector(*token_weight, "token_weight", matrix.rows);
     }
@@ -194,7 +192,7 @@ struct Gradients {
 };
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                           Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+                           Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
                              const OptionalTensor &bias, const OptionalTensor &codes,
@@ -208,22 +206,20 @@ Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
                 config_of(reduction, precision NUMBERS(HR_ARGUMENT)), shift);
     layer.inputs.denominator = scalar_of(denominator, layer.in, "denominator");
     const bool reduces = reduction != NONE;
-    const bool is_part = all_classes != 0 && all_classes != layer.classes;
-    const Tensor loss = reduces ? layer.numbers(1, true) : layer.of_rows(!is_part);
+    const Tensor loss = reduces ? layer.numbers(1, true) : layer.of_rows(true);
     const Tensor factors = layer.numbers(2), scale = layer.numbers(1, true);
     const auto of = [&](int64_t bit, ScalarType type = ScalarType::Float) {
         return layer.of_rows((results & bit) != 0, type);
     };
     const Tensor lse = of(LSE), low = of(LSE_LOW), target_logit = of(TARGET_LOGIT);
-    const Tensor weighted = of(WEIGHTED), largest = of(LARGEST), entropy = of(ENTROPY);
+    const Tensor largest = of(LARGEST), entropy = of(ENTROPY);
     const Tensor argmax = of(ARGMAX, ScalarType::Long), rank = of(RANK, ScalarType::Long);
     const Tensor mean_logit = of(MEAN_LOGIT), log_sum_sq_probs = of(LOG_SUM_SQ_PROBS);
     hr_linear_cross_entropy_rows rows = {};
-    rows.loss = data_of<float>(loss, !reduces && !is_part);
+    rows.loss = data_of<float>(loss, !reduces);
     rows.lse = data_of<float>(lse, results & LSE);
     rows.lse_low = data_of<float>(low, results & LSE_LOW);
     rows.target_logit = data_of<float>(target_logit, results & TARGET_LOGIT);
-    rows.weighted = data_of<float>(weighted, results & WEIGHTED);
     rows.largest = data_of<float>(largest, results & LARGEST);
     rows.entropy = data_of<float>(entropy, results & ENTROPY);
     rows.argmax = data_of<int64_t>(argmax, results & ARGMAX);
@@ -242,7 +238,6 @@ Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
             lse,
             low,
             target_logit,
-            weighted,
             largest,
             entropy,
             argmax,
@@ -266,10 +261,11 @@ void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t
     int64_t stride = 0;
     const float *const gradients = layer.gradients(dloss, &stride);
     const int64_t rows = layer.matrix.rows;
+    if (entropies.values)
+        layer.config.entropy = layer.vector(*entropies.values, "entropy", rows);
     if (entropies.gradients) {
         if (!entropies.values)
             fail("dentropy is given, wanted entropy too");
-        layer.config.entropy = layer.vector(*entropies.values, "entropy", rows);
         layer.config.dentropy =
             layer.gradients(*entropies.gradients, &layer.config.dentropy_stride, "dentropy");
     }
@@ -335,50 +331,6 @@ Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
     return gradients.hidden;
 }
 
-// The loss of rows of which parts of the classes have lse, lse_low, target_logit and weighted.
-#define JOINED(of) \
-    of(int, ignore_index) of(float, label_smoothing) of(float, z_loss) of(int, all_classes)
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
-linear_cross_entropy_join(const Tensor &parts, const Tensor &target,
-                          const OptionalTensor &class_weight, const OptionalTensor &token_weight,
-                          const OptionalTensor &denominator, int64_t reduction JOINED(HR_PARAMETER))
-{
-    LossRows rows(parts, "parts");
-    if (dtype_of(rows.in.torch_dtype) != HR_F32 || rows.matrix.cols % 4 != 0)
-        fail("parts must be float32 [..., 4 * parts]");
-    Config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
-    JOINED(HR_SET)
-    config.reduction = reduction_of(reduction);
-    hr_linear_cross_entropy_inputs inputs = {};
-    inputs.target = rows.targets(target, &config.target_bytes);
-    if (class_weight)
-        inputs.class_weight = rows.vector(*class_weight, "class_weight", all_classes);
-    if (token_weight)
-        inputs.token_weight = rows.vector(*token_weight, "token_weight", rows.matrix.rows);
-    inputs.denominator = scalar_of(denominator, rows.in, "denominator");
-    const bool reduces = reduction != NONE;
-    const int64_t two = 2;
-    const Tensor loss =
-        reduces ? new_tensor(parts, {&two, size_t{0}}, ScalarType::Float) : rows.of_rows(true);
-    const Tensor factors = new_tensor(parts, {&two, 1}, ScalarType::Float);
-    const Tensor lse = rows.of_rows(true), low = rows.of_rows(true), logit = rows.of_rows(true);
-    hr_linear_cross_entropy_rows out = {};
-    out.loss = data_of<float>(loss, !reduces);
-    out.lse = data_of<float>(lse);
-    out.lse_low = data_of<float>(low);
-    out.target_logit = data_of<float>(logit);
-    const RowsIn in(parts, "parts");
-    const hr_exec *const exec = &rows.exec.exec;
-    hr_linear_cross_entropy_needs needs;
-    check(hr_linear_cross_entropy_query(&needs, rows.matrix.rows, 1, 1, 0, &config, exec));
-    const Tensor workspace = workspace_of(needs.workspace, parts);
-    check(hr_linear_cross_entropy_join(data_of<float>(loss, reduces), data_of<float>(factors), &out,
-                                       in.get(), rows.matrix.cols / 4, &inputs, rows.matrix.rows,
-                                       &config, data_of<void>(workspace), needs.workspace, exec));
-    return {loss, factors, lse, low, logit};
-}
-
 // Bytes that the ops above allocate besides their results, for plans: on a GPU of a compute capability,
 // times 10, that need not be there, or on the CPU with 0. dtype is an hr_dtype.
 int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t classes,
@@ -417,8 +369,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("linear_cross_entropy(" LAYER "Tensor? denominator, int reduction" LAYER_NUMBERS(
         HR_SCHEMA) ", int precision, bool shift, int results, int wanted) -> (Tensor loss, Tensor "
                    "factors, "
-                   "Tensor scale, Tensor lse, Tensor lse_low, Tensor target_logit, Tensor "
-                   "weighted, "
+                   "Tensor scale, Tensor lse, Tensor lse_low, Tensor target_logit, "
                    "Tensor largest, Tensor entropy, Tensor argmax, Tensor rank, Tensor "
                    "mean_logit, Tensor log_sum_sq_probs, Tensor dhidden, Tensor dweight, Tensor "
                    "dbias)");
@@ -433,10 +384,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor(a!)? weight_grad, "
           "Tensor(b!)? bias_grad" LAYER_NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, bool want_hidden) -> Tensor dhidden");
-    m.def("linear_cross_entropy_join(Tensor parts, Tensor target, Tensor? class_weight, "
-          "Tensor? token_weight, Tensor? denominator, int reduction" JOINED(
-              HR_SCHEMA) ") -> (Tensor loss, Tensor factors, Tensor lse, Tensor lse_low, Tensor "
-                         "target_logit)");
     m.def("linear_cross_entropy_workspace(int rows, int features, int classes, int dtype, "
           "int wanted, bool adds, int capability" NUMBERS(HR_SCHEMA)
               FORMAT(HR_SCHEMA) ", int precision) -> int");
@@ -453,5 +400,4 @@ HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
     m.impl("linear_cross_entropy", TORCH_BOX(&linear_cross_entropy));
     m.impl("linear_cross_entropy_backward", TORCH_BOX(&linear_cross_entropy_backward));
     m.impl("linear_cross_entropy_backward_", TORCH_BOX(&linear_cross_entropy_backward_));
-    m.impl("linear_cross_entropy_join", TORCH_BOX(&linear_cross_entropy_join));
 }

@@ -171,6 +171,17 @@ Forward layer_norm_backward(const Tensor &dy, const OptionalTensor &dsum, const 
     return backward(norm, dy, dsum, &mean, rstd, {want_dx, want_dweight, want_dbias, want_y});
 }
 
+// Bytes that the backward ops above allocate besides their results where a gradient of the weight or
+// the bias is wanted, for plans.
+int64_t norm_workspace(int64_t rows, int64_t cols, bool layer)
+{
+    hr_norm_config config = HR_NORM_CONFIG_INIT;
+    config.kind = layer ? HR_NORM_LAYER : HR_NORM_RMS;
+    size_t bytes;
+    check(hr_norm_workspace(&bytes, rows, cols, &config));
+    return 8 * doubles_of(bytes);
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
@@ -185,6 +196,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor? bias, "
           "Tensor mean, Tensor rstd, bool want_dx, bool want_dweight, bool want_dbias, "
           "bool want_y) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)");
+    m.def("norm_workspace(int rows, int cols, bool layer) -> int");
+}
+
+// For all devices, because no tensor argument names one.
+STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
+{
+    m.impl("norm_workspace", TORCH_BOX(&norm_workspace));
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...memory.first_steps import FirstSteps
+from ...planning.device import context_bytes
 from ...planning.result import Plan
 from ...step.description import Step
 from ...step.micro_batches import parts, shares
@@ -87,7 +88,7 @@ class Fitted(Chosen):
         each = self.micro_batches(batch)
         self._measured.step_began(batch)
         try:
-            loss = train(self._step.but(rule=self.rule), each)
+            loss = train(self._step.but(rule=self.rule, batch=batch), each)
         except BaseException:
             self._measured.abandon()
             raise
@@ -161,12 +162,12 @@ class Fitted(Chosen):
         If nobody has compared them yet, the first call that comes so far does: without gradients,
         on a copy of the model with the same weights."""
         self._live()
-        here = self.same_but_levels()
+        here = self._same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
         if here and now is not None:
             most = now - max(1, (now - here[0].peak) // STRIDES)
             if below := [point for point in here if point.peak <= most]:
-                self.take(below[-1])
+                self._take(below[-1])
                 return True
         if self._page_more():
             return True
@@ -225,15 +226,17 @@ class Fitted(Chosen):
     def _measure_anew(self) -> None:
         step = self._step
         if step is not None and step.device is not None:
-            self._measured = FirstSteps(self.model, self.optimizer, step.device)
+            self._measured = FirstSteps(
+                self.model, self.optimizer, step.device, context=context_bytes(step.device)
+            )
 
-    def same_but_levels(self) -> list[FrontierPoint]:
+    def _same_but_levels(self) -> list[FrontierPoint]:
         """Returns all choices that differ from this one in their levels alone and that no other of
         these beats, by ascending peaks."""
         bare = self.choice.but(levels=())
         return [point for point in self.reachable if point.choice.but(levels=()) == bare]
 
-    def take(self, point: FrontierPoint) -> None:
+    def _take(self, point: FrontierPoint) -> None:
         """Sets the levels of another choice, whose estimates are the predictions from then on."""
         self.set_levels(point.choice.levels)
         self.predicted_peak, self.predicted_seconds = point.peak, point.seconds

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..._core.randomness import generators_kept
 from ...memory.collecting import no_collections
-from ...optim.muon.cost import newton_schulz_work
+from ...optim.muon.matrices import newton_schulz_work
 from ...param_states.paging.handle import begin
 from ...step.clock import Stopwatch
 

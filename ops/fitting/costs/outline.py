@@ -31,6 +31,7 @@ class Outline:
         floor: the most that is live while no block runs nor is kept: before the forward pass of the
             first block, behind its backward pass, and in the optimizer's step.
         plan: that they were read from.
+        evaluation: the most that is live in an evaluation between two steps; 0 if there is none.
     """
 
     base: int
@@ -39,6 +40,12 @@ class Outline:
     gradients: int
     floor: int
     plan: Plan
+    evaluation: int = 0
+
+    @property
+    def least(self) -> int:
+        """Returns the most bytes that are live at any time that no block decides."""
+        return max(self.floor, self.evaluation)
 
     @cached_property
     def standing(self) -> dict[str, int]:
@@ -71,7 +78,7 @@ class Outline:
             backward = cost.backward if gradients_stay else cost.backward_released
             most = max(most, held + backward)
             held += (block.gradients if gradients_stay else 0) - cost.held
-        return max(self.floor, self.base + most)
+        return max(self.least, self.base + most)
 
     def part(self, count: int) -> Outline:
         """Returns the outline of a step of ``count`` micro-batches, before that is planned: all
@@ -104,9 +111,11 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
         PlanError: the step cannot be followed on fakes.
     """
     marks = _Marks(names)
-    plan = settled(plan_of(step, marks.watch))
+    # Ladders keep outlines, which shall keep no optimizer of a fit: what advice is planned with.
+    plan = replace(settled(plan_of(step, marks.watch)), _again=None)
     live = plan.timeline.bytes_over_events()
     base = forward = backward = floor = at = gradients = 0
+    trained = evaluation_of(step, plan)
     for start, turn, end in _passes(plan.timeline):
         begin = min((k for k in marks.begins if start <= k < turn), default=start + 1)
         reached = max((k for k in marks.reached if start <= k < turn), default=begin)
@@ -124,7 +133,13 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
     if step.release:  # what waits to be released
         size = sum(p.nbytes for p in step.model.parameters())
         gradients = min(size, int(step.release))
-    return Outline(base, forward, max(0, backward), gradients, max(floor, *live[at:]), plan)
+    floor, evaluation = max(floor, *live[at:trained]), max(live[trained:], default=0)
+    return Outline(base, forward, max(0, backward), gradients, floor, plan, evaluation)
+
+
+def evaluation_of(step: Step, plan: Plan) -> int:
+    """Returns the event at which the evaluation begins; behind all events if there is none."""
+    return plan.timeline.events if step.evaluates is None else plan.timeline.spans[-1].start
 
 
 def settled(plan: Plan) -> Plan:

@@ -73,7 +73,7 @@ class Frontiers:
             points += self._found[key][1]
         found: list[Point] = []
         for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-            peak = max(outline.floor, outline.base + point.peak)
+            peak = max(outline.least, outline.base + point.peak)
             if kept:
                 peak = outline.peak(measured, point.levels, gradients_stay=gradients_stay)
             if not found or peak < found[-1].peak:
@@ -209,7 +209,7 @@ class Candidate:
     def _off(self) -> int:
         """Returns by how much the plan's peak is above what its outline says of those levels."""
         peak = self.outline.plan.peak_bytes
-        if self.planned is None or peak <= self.outline.floor:
+        if self.planned is None or peak <= self.outline.least:
             return 0
         return peak - self._outlined(self.planned)
 
@@ -228,7 +228,7 @@ class Candidate:
         return self.outline.peak(self.measured, levels, gradients_stay=self._gradients_stay)
 
     def _on_device(self, peak: int) -> int:
-        return max(self.outline.floor, peak + self._off) + self.outline.plan.device_share.bytes
+        return max(self.outline.least, peak + self._off) + self.outline.plan.device_share.bytes
 
     def _whole(self, seconds: float) -> float:
         return self.seconds + self.choice.micro_batches * self.factor * seconds

@@ -19,6 +19,7 @@ from ...host.schedule import measured_link
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
+from ...planning.advice import advise
 from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
@@ -136,7 +137,7 @@ class Candidates:
     @property
     def plans(self) -> dict[Choice, Plan]:
         """Returns the plans of choices with their levels."""
-        return {choice: outline.plan for choice, outline in self._outlines.items()}
+        return {choice: self._plan(choice) for choice in self._outlines}
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -176,7 +177,16 @@ class Candidates:
         if not (costs.is_planned or choice.weights_host):  # the others are estimated from this one
             self._passes[key] = _PassCosts(costs.measured, found, choice)
         self._planned[choice.but(levels=())] = choice.levels
-        return found.plan
+        return self._plan(choice)
+
+    def _plan(self, choice: Choice) -> Plan:
+        """Returns the plan of an outline, which can be asked for advice."""
+
+        def again(plan: Plan, top: int | None) -> Any:
+            optimizer = self.techniques.optimizer_of(choice)
+            return advise(self.step_with(choice, self.names, optimizer), plan, plan_of, top)
+
+        return replace(self._outlines[choice].plan, _again=again)
 
     def leave_out(self, choice: Choice, error: Exception) -> None:
         """Leaves out a choice that cannot be planned, whatever its levels."""
@@ -248,7 +258,7 @@ class Candidates:
             PlanError: it cannot be planned.
         """
         if choice in self._outlines:
-            return Found(choice, self._outlines[choice].plan, None, tuple(self.names))
+            return Found(choice, self._plan(choice), None, tuple(self.names))
         reason = self.techniques.obstacle(choice)
         if reason is not None:
             raise ValueError(f"choice {reason}")
@@ -357,7 +367,7 @@ class Candidates:
             plain = self._costs(key._replace(fused_loss=own))
             if plain is None:
                 return None
-            found = replace(plain.outline, after_forward=0, after_backward=0)
+            found = replace(plain.outline, after_forward=0, after_backward=0, evaluation=0)
             choice = plain.choice.but(fused_loss=True)
             return _PassCosts(plain.measured, found, choice, is_planned=False)
         measured = self._measured[key.tensors] = self._measure(key)
@@ -573,7 +583,11 @@ class Candidates:
         stay = choice.micro_batches > 1  # gradients, which the first forward pass finds then
         base = max(0, found.base + state - of_plan + streamed.device - stay * streamed.gradients)
         floor = max(0, floor + streamed.device - (not choice.release) * streamed.gradients)
-        return replace(found, base=base, after_backward=after, gradients=waiting, floor=floor)
+        evaluation = found.evaluation and found.evaluation + state - of_plan + streamed.device
+        return replace(
+            found, base=base, after_backward=after, gradients=waiting, floor=floor,
+            evaluation=max(0, evaluation),
+        )  # fmt: skip
 
 
 def _of_optimizer(choice: Choice) -> tuple[Any, ...]:

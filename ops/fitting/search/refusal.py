@@ -12,6 +12,7 @@ from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
 from ..choice import ALLOWABLE, FORMATS, Choice
+from ..costs.outline import evaluation_of
 from .candidate import Candidate
 from .candidates import Candidates
 from .techniques import Techniques, techniques_of
@@ -79,6 +80,9 @@ def does_not_fit(
         shown += f", the device {format_bytes(plan.device_share.bytes)}"
     needed = least + budget - within + least // 100  # with its margin
     advice = [f"a budget of {format_bytes(needed)}", *_allowing(candidates, plan, within)]
+    is_evaluation = plan.timeline.peak_index >= evaluation_of(candidates.step, plan)
+    if is_evaluation:
+        advice.append("smaller batches of evaluation")
     advice += _adapting(candidates, choice, within)
     samples = most_samples(candidates, every, within)
     if samples is not None:
@@ -87,7 +91,8 @@ def does_not_fit(
     return DoesNotFit(
         f"nothing trains the model within {format_bytes(budget)}, of which "
         f"{format_bytes(budget - within)} is left free: the leanest choice takes "
-        f"{format_bytes(least)} ({choice}), of which {shown}. What would fit: "
+        f"{format_bytes(least)}{' in evaluation' * is_evaluation} ({choice}), of which {shown}. "
+        "What would fit: "
         f"{', or '.join(advice)}{reasons}",
         least,
         kinds,

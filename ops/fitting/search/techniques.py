@@ -14,7 +14,7 @@ from ...host.arena import default_arena
 from ...host.engines import engine_of
 from ...param_states.paging import planned_paging
 from ...patching.levels import Blocks
-from ...patching.losses import has_fused_loss, knows_loss
+from ...patching.losses import has_fused_loss, kept_loss, knows_loss
 from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
 from ...step.micro_batches import can_cut, counts, mixes_samples
@@ -153,6 +153,10 @@ def techniques_of(
         fused_losses = (True,)  # as the user wants it
     elif step.loss is None and knows_loss(step.model):
         fused_losses = (False, True)
+    elif step.loss is not None or True not in only.get("fused_loss", (True,)):
+        pass
+    elif (own := kept_loss(step.model)) is not None:
+        notes.append(f"the loss makes logits, because it is the model's own: {own}")
     asked = sorted(n for n in {*only.get("micro_batches", ())} if can_cut(step.batch, n))
     numbers = asked or [1, *counts(step.batch)]
     if mixes_samples(step.model):

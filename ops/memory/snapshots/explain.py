@@ -14,6 +14,7 @@ from ..._core.advice import advisers
 from ..._core.sizes import format_bytes, parse_bytes
 from ..._core.text import shortened
 from ..cuda_trace import lines_of
+from ..events import SMALLEST_BLOCK
 from .loaded import Snapshot
 
 __all__ = ["Called", "asked_bytes", "explain"]
@@ -122,15 +123,24 @@ def _fragmentation(snapshot: Snapshot, asked: int) -> list[str]:
     free = "" if failure is None else f"; the {whose} had {format_bytes(failure.device_free)} free"
     if snapshot.device == "cpu":
         return [f"The CPU's allocator keeps nothing back{free}."]
-    held = sum(segment.size for segment in snapshot.segments)
-    gaps = [b.size for s in snapshot.segments for b in s.blocks if b.allocation is None]
-    largest = max(gaps, default=0)
+    timeline = snapshot.timeline
+    index = timeline.events - 1 if failure is None else min(failure.event, timeline.events - 1)
+    live = timeline.live(index)
+    if live == snapshot.at_end():
+        held = sum(segment.size for segment in snapshot.segments)
+        gaps = [b.size for s in snapshot.segments for b in s.blocks if b.allocation is None]
+        unused, largest = sum(gaps), max(gaps, default=0)
+        where = f" in {len(gaps)} gaps, the largest of {format_bytes(largest)}"
+    else:  # segments are those of the end: something has been freed since, and maybe given back
+        held = snapshot.reserved_over_events()[index]
+        unused = held - sum(-(-a.bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK for a in live)
+        largest, where = 0, ""  # no gap was large enough
     lines = [
-        f"The allocator held {format_bytes(held)}, of which {format_bytes(sum(gaps))} were free in "
-        f"{len(gaps)} gaps, the largest of {format_bytes(largest)}{free}."
+        f"The allocator held {format_bytes(held)}, of which {format_bytes(unused)} were free"
+        f"{where}{free}."
     ]
     grows = any(segment.is_expandable for segment in snapshot.segments)
-    if largest < asked <= sum(gaps) and not grows:
+    if largest < asked <= unused and not grows:
         lines += [
             "The gaps together would have been enough: let segments grow, with",
             '       os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"',

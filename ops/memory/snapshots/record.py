@@ -157,7 +157,7 @@ class snapshot:  # noqa: N801
     @no_collections()
     def _of_cpu(self, asked: int | None) -> dict[str, Any]:
         """Returns the snapshot; ``asked`` is the size of a request that was refused."""
-        events, notes = self._tracked.seen()
+        events, notes = self._tracked._seen()
         history = History(notes)
         history.note(Note(self._tracked.before))
         for event in events:

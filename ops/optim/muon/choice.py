@@ -1,4 +1,5 @@
-"""Chooses the parameters that Muon steps: the hidden matrices. All others are AdamW's."""
+"""Chooses the parameters that Muon steps: the hidden matrices, which are the weights of linear
+layers. All others are AdamW's."""
 
 from __future__ import annotations
 
@@ -15,19 +16,25 @@ from ..._core.registration import FLOATS
 from .matrices import Split, matrix_shape, parts_of
 
 EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|\w*emb(ed)?(ding)?s?(_\w+)?)([._]|$)")
+TABLES = re.compile(r"(^|[._])rel(ative)?_(pos|att)[^.]*$")  # of relative positions
 EMBEDDINGS_OUTSIDE_LAYERS = {"shared"}  # of encoders and decoders, as in T5 and BART
 HEADS = {"lm_head", "embed_out", "output_layer", "unembed", "to_logits", "qa_outputs"}
 HEADS_OUTSIDE_LAYERS = {"head", "heads", "output", "classifier", "score", "logits", "decoder"}
 PACKED_QKV = {"qkv", "qkv_proj", "Wqkv", "c_attn", "in_proj_weight"}
+# Of these the rows are all queries, then all keys, then all values, in every library. CodeGen and
+# MiniMax pack "qkv_proj" by head, and GPTBigCode "c_attn", whose columns it has as rows.
+QKV_IN_ORDER = {"qkv", "Wqkv", "in_proj_weight"}
 PACKED_HALVES = {"gate_up", "gate_up_proj", "up_gate_proj"}
+EXPERTS = {"gate_proj", "up_proj", "down_proj", *PACKED_HALVES}  # of three dimensions
 GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 
-HIDDEN, EMBEDDING, HEAD, VECTOR, CONVOLUTION = (
+HIDDEN, EMBEDDING, HEAD, VECTOR, CONVOLUTION, OTHER = (
     "hidden matrices",
     "embeddings",
     "heads",
     "norms, biases and vectors",
     "convolutions",
+    "parameters of no known linear layer",
 )
 FLAT = (
     "Muon wants whole matrices, and FSDP1 keeps parameters in flat shards: {}. Use fully_shard() "
@@ -42,6 +49,7 @@ class MuonChoice:
     names: dict[str, list[str]] = field(default_factory=dict)  # of parameters, by reason
     numel: dict[str, int] = field(default_factory=dict)  # their elements
     splits: dict[str, int] = field(default_factory=dict)  # parts of packed matrices, by name
+    unknown: list[str] = field(default_factory=list)  # packed matrices that are not split
 
     def add(self, reason: str, name: str, param: Tensor) -> None:
         self.names.setdefault(reason, []).append(name)
@@ -61,6 +69,12 @@ class MuonChoice:
             for name, parts in self.splits.items():
                 ends[f"{name.removesuffix('.weight').rpartition('.')[2]} in {parts}"] = 1
             lines.append(f"packed matrices are split: {', '.join(ends)}")
+        if self.unknown:
+            ends = {name.removesuffix(".weight").rpartition(".")[2]: 1 for name in self.unknown}
+            lines.append(
+                f"packed matrices are whole, since their layout is not known: {', '.join(ends)}; "
+                "split= gives their parts, or None"
+            )
         return "\n".join(lines)
 
 
@@ -70,6 +84,43 @@ class _Owner:
 
     module: nn.Module | None = None
     parent: nn.Module | None = None
+
+    @property
+    def kinds(self) -> set[str]:
+        """Returns the names of the module's classes."""
+        return {kind.__name__ for kind in type(self.module).__mro__}
+
+    @property
+    def is_conv1d(self) -> bool:
+        """Returns whether the module is a linear layer of transformers whose rows are inputs."""
+        return "Conv1D" in self.kinds
+
+    def is_linear(self, name: str, dim: int) -> bool:
+        """Returns whether a parameter of this name in the module is a matrix of a linear layer, or
+        a batch of such matrices, as experts have. Without modules names must say so."""
+        word = name.rpartition(".")[2]
+        is_weight = word.startswith("weight") or word.endswith("_weight")
+        if self.module is None:
+            return is_weight if dim == 2 else word in EXPERTS or (is_weight and "experts" in name)
+        if isinstance(self.module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
+            return is_weight
+        if dim == 3 and any("Experts" in kind for kind in self.kinds):
+            return True
+        # Those of other libraries, too, and LoRA's factors in them.
+        is_linear = self.is_conv1d or any("Linear" in kind for kind in self.kinds)
+        return is_linear and (is_weight or word.startswith("lora_"))
+
+    def qkv(self, word: str, rows: int, cols: int) -> Split:
+        """Returns the parts of packed queries, keys and values, or None if they are not known to
+        lie one after the other."""
+        says_heads = all(hasattr(self.parent, one) for one in ("heads", "kv_heads", "head_dim"))
+        is_phi = any(kind.__name__.startswith("Phi") for kind in type(self.parent).__mro__)
+        if word in QKV_IN_ORDER or says_heads or is_phi:
+            if sum(sizes := _head_rows(self.parent)) == rows:
+                return sizes
+            if rows == 3 * cols and word in QKV_IN_ORDER:
+                return 3
+        return (rows,) * 3 if cols == 3 * rows else None
 
 
 class Chooser:
@@ -128,26 +179,36 @@ class Chooser:
         )
         if is_head:
             return HEAD
-        is_embedding = bool(EMBEDDINGS.search(name.removesuffix(".weight")))
+        path = name.removesuffix(".weight")
+        is_embedding = bool(EMBEDDINGS.search(path) or TABLES.search(path))
         is_embedding |= not in_layer and module in EMBEDDINGS_OUTSIDE_LAYERS
         if is_embedding and not isinstance(owner.module, nn.Linear):
             return EMBEDDING
         if isinstance(owner.module, _ConvNd) or param.dim() > 3:
-            return HIDDEN + " of convolutions" if self._convolutions else CONVOLUTION
+            # Of one channel, as of state-space models, each filter is by itself.
+            is_matrix = param.dim() > 3 and param.shape[1] > 1
+            return HIDDEN + " of convolutions" if self._convolutions and is_matrix else CONVOLUTION
         if owner.module is None and param.dim() == 3 and "conv" in name:
             return CONVOLUTION
-        return HIDDEN if min(matrix_shape(param.shape)[1:]) > 1 else VECTOR
+        if min(matrix_shape(param.shape)[1:]) == 1:
+            return VECTOR
+        is_known = self._ends_of(name) or owner.is_linear(name, param.dim())
+        return HIDDEN if is_known else OTHER
+
+    def _ends_of(self, name: str) -> list[str]:
+        """Returns the ends of a name for which the user gave parts."""
+        names = f".{name.removesuffix('.weight')}", f".{name}"
+        return [end for end in self._given if any(one.endswith(f".{end}") for one in names)]
 
     def split_of(self, name: str, param: Tensor) -> Split:
         """Returns the parts of a packed matrix; None: it is one."""
-        path = name.removesuffix(".weight")
-        names = f".{path}", f".{name}"
-        ends = [end for end in self._given if any(one.endswith(f".{end}") for one in names)]
+        ends = self._ends_of(name)
         self._unused = [end for end in self._unused if end not in ends]
         if ends:
             split = self._given[ends[0]]
             return split if split is None or isinstance(split, int) else tuple(split)
-        owner, word = self._owners.get(id(param), _Owner()), path.rpartition(".")[2]
+        owner, path = self._owners.get(id(param), _Owner()), name.removesuffix(".weight")
+        word = path.rpartition(".")[2]
         _, rows, cols = matrix_shape(param.shape)
         if param.dim() == 3 and word in PACKED_HALVES:  # experts of transformers
             if getattr(owner.module, "is_concatenated", None) is not True:
@@ -157,27 +218,24 @@ class Chooser:
             return (cols // 2,) * 2 if cols % 2 == 0 and rows != cols else None
         if param.dim() != 2:
             return None
-        gates = GATES.get(type(owner.module).__name__)
+        gates = [GATES[kind] for kind in owner.kinds & GATES.keys()]
         if gates and word.startswith(("weight_ih", "weight_hh")):  # and not the projection
-            return gates
+            return gates[0]
         if word in PACKED_HALVES and rows % 2 == 0:
             return 2
         if word not in PACKED_QKV:
             return None
-        sizes = _head_rows(owner.parent)
-        if sum(sizes) == rows:
-            return sizes
-        if rows == 3 * cols:
-            return 3
-        return (rows,) * 3 if cols == 3 * rows else None
+        if (split := owner.qkv(word, rows, cols)) is None:
+            self.choice.unknown.append(name)
+        return split
 
     def is_transposed(self, param: Tensor) -> bool:
         """Returns whether the rows of a weight are its inputs: of ``Conv1D`` of transformers, and
         of its experts that say so."""
-        module = self._owners.get(id(param), _Owner()).module
+        owner = self._owners.get(id(param), _Owner())
         if param.dim() == 3:
-            return getattr(module, "is_transposed", None) is True
-        return type(module).__name__ == "Conv1D"
+            return getattr(owner.module, "is_transposed", None) is True
+        return owner.is_conv1d
 
     def check_split(self) -> None:
         """Refuses parts that were given for names which no matrix of Muon has.
@@ -259,7 +317,8 @@ def _head_rows(attention: nn.Module | None) -> tuple[int, ...]:
     say how many heads it has."""
     config = getattr(attention, "config", None)
     heads = getattr(attention, "heads", None) or getattr(config, "num_attention_heads", None)
-    keys = getattr(attention, "kv_heads", None) or getattr(config, "num_key_value_heads", heads)
+    keys = getattr(attention, "kv_heads", None) or getattr(attention, "num_key_value_heads", None)
+    keys = keys or getattr(config, "num_key_value_heads", heads)
     dim = getattr(attention, "head_dim", None)
     if not all(isinstance(one, int) for one in (heads, keys, dim)):
         return ()

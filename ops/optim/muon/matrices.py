@@ -3,13 +3,14 @@ batch of products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._core.dtensor import sharded_dim
+from ...functional.newton_schulz import newton_schulz_flops
 
 Split = int | tuple[int, ...] | None
 
@@ -122,3 +123,22 @@ def keeps_blocks(param: Tensor, split: Split, block_size: int) -> bool:
 def blocks_of(scales: Tensor, block_size: int, first: int, numel: int) -> Tensor:
     """Returns the scales of the blocks of ``numel`` elements of a parameter from ``first``."""
     return scales.flatten()[first // block_size : -(-(first + numel) // block_size)]
+
+
+def newton_schulz_work(groups: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    """Returns the operations of Newton-Schulz in a step of groups of Muon, of Headroom or torch,
+    and those of forward and backward of the same matrices for each token, which are 6 for each
+    element. Frozen ones and other groups are left out."""
+    iterations = products = 0
+    for group in groups:
+        if "ns_steps" not in group or not group.get("use_muon", True):
+            continue
+        gram = group.get("variant") == "gram"
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            number, rows, cols = matrix_shape(param.shape)
+            for part in parts_of(param.shape, group.get("split")):
+                iterations += newton_schulz_flops(number, *part.size, group["ns_steps"], gram)
+            products += 6 * number * rows * cols
+    return iterations, products

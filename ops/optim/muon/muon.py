@@ -26,7 +26,6 @@ from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
 from .choice import FLAT, Chooser, MuonChoice, check_matrices
-from .cost import StepClock
 from .matrices import Split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
@@ -63,7 +62,6 @@ class MatrixOptimizer(Optimizer):
         self._workspace = parse_bytes(whole["workspace"], "workspace")
         self._process_group = whole["process_group"]
         self._memories: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()
-        self._clock = StepClock()
         self._adamw = ADAMW | dict(whole["adamw"] or {})
         if odd := self._adamw.keys() - {*ADAMW, "lr", "weight_decay"}:
             raise ValueError(f"adamw has {sorted(odd)[0]!r}, which is no option of AdamW's groups")
@@ -116,7 +114,6 @@ class MatrixOptimizer(Optimizer):
                     group.setdefault(name, value)
         super().__setstate__(state)
         self.__dict__.setdefault("_memories", WeakValueDictionary())
-        self.__dict__.setdefault("_clock", StepClock())
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_workspace", "_adamw", "_split", "_convolutions", "choice")
@@ -137,13 +134,13 @@ class MatrixOptimizer(Optimizer):
             slots.append(STEP)
         return Layout(tuple(slots), is_whole=True)
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        return (self.matrix_layout(group),) if group["use_muon"] else super().layouts(group)
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+        return (self.matrix_layout(group),) if group["use_muon"] else super()._layouts(group)
 
-    def translated(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
-        entry = super().translated(param, entry, group)
+        entry = super()._translated(param, entry, group)
         if group["use_muon"] and mode_of(group).is_random and "step" not in entry:
             entry = entry | {"step": 0.0}  # torch's Muon does not count
         return entry
@@ -152,8 +149,7 @@ class MatrixOptimizer(Optimizer):
 
     @torch._disable_dynamo  # batches depend on a bound in bytes: a compiled loop breaks here
     def _step(self, max_grad_norm: float | None) -> None:
-        with self._clock.step(self):
-            super()._step(max_grad_norm)
+        super()._step(max_grad_norm)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {} if group["use_muon"] else super()._options(group)
@@ -211,8 +207,9 @@ class Muon(MatrixOptimizer, AdamW):
 
     Args:
         params: a model, or its ``named_parameters()``: the hidden matrices are chosen by their
-            modules or names, and :attr:`choice`, which is also printed, says which. Embeddings,
-            heads, norms, biases and convolutions are AdamW's. Or parameters of two or three
+            modules or names, and :attr:`choice`, which is also printed, says which: the weights of
+            linear layers, of experts, and what ``split`` names. Embeddings, heads, norms, biases,
+            convolutions and all other parameters are AdamW's. Or parameters of two or three
             dimensions, which are all Muon's; or groups, with ``use_muon`` True or False, or without
             it and with names, beside which ``"model"`` may be the model that has them.
         lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as in
@@ -226,12 +223,14 @@ class Muon(MatrixOptimizer, AdamW):
             and the default of :class:`AdamW`.
         split: parts of packed matrices, each of which is made orthogonal by itself: from the end of
             a name to a number of equal parts of the rows, or to their sizes, which add up to the
-            rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known names are
-            split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``qkv_proj``, ``Wqkv``,
-            ``c_attn`` and ``in_proj_weight`` in queries, keys and values, and the gates of
-            recurrent layers and cells. In a group, ``split`` is that of all its matrices, and
-            ``transposed`` says that their rows are inputs, as known for ``Conv1D`` of transformers.
-        convolutions: whether convolutions are Muon's, too, as matrices ``[out, everything else]``.
+            rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known layouts
+            are split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``Wqkv``,
+            ``in_proj_weight``, GPT-2's ``c_attn`` and Phi's ``qkv_proj`` in queries, keys and
+            values, and the gates of recurrent layers and cells. In a group, ``split`` is that of
+            all its matrices, and ``transposed`` says that their rows are inputs, as known for
+            ``Conv1D`` of transformers.
+        convolutions: whether convolutions of two dimensions or more, and of more than one channel,
+            are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
             where one side is several times the other.
         ns_dtype: of the products: ``"bfloat16"``, torch's; ``"float16"``, the default of

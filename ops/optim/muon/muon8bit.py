@@ -90,12 +90,12 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
         own = {"optim_bits": 8, "bnb_exact": False, "code_rounding": "nearest"}
         self._begin(given, **own, seed=seed)
 
-    def codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (MOMENT,) if group["use_muon"] else self.code_names[1:]
 
-    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         if not group["use_muon"]:
-            return super().layouts(group)
+            return super()._layouts(group)
         moment, *others = self.matrix_layout(group).slots
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         codes = (
@@ -108,8 +108,8 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
             Layout((*codes, *others), is_whole=True),
         )
 
-    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        index = super().layout_index(param, group)
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+        index = super()._layout_index(param, group)
         if not group["use_muon"] or self.state.get(param):
             return index
         return index * keeps_blocks(param, group["split"], group["block_size"])

@@ -207,7 +207,10 @@ class Hosting(Paging):
             param: home
             for param, home in self._homes.items()
             if param.device == device
-            and (param not in self._seconds or self._seconds[param].fields != home.fields)
+            and not (
+                self._is_near(second := self._seconds.get(param), param)
+                and second.fields == home.fields
+            )
         }
         size = sum(home.size for home in missing.values())
         slab, first = self._take(size, KIND, optimizer, device) if missing else None, 0

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -91,8 +91,10 @@ class Paging:
     def _forget(self) -> None:
         self._process = os.getpid()
         self.resident: set[Tensor] = set()
+        self._resident_bytes = 0
         self._homes: dict[Tensor, Home] = {}
         self._rings: dict[torch.device, Ring] = {}
+        self._replaced: list[Ring] = []  # in this step
         self._slots: dict[torch.device, int] = {}  # bytes of one
         # Of buckets, by their first parameter: what their pieces were made of, and these.
         self._pieces: dict[Tensor, tuple[Any, list[Part]]] = {}
@@ -145,6 +147,7 @@ class Paging:
             leaving = [p for param, p in places.items() if p.size and state.get(param)]
             self._house([p for p in leaving if p.param not in resident], state, optimizer)
             self._slots, self.resident, self._has_adopted = slots, resident, True
+            self._resident_bytes = sum(places[param].size for param in resident)
             for place in leaving:
                 if place.param in resident:
                     _bring(place, state[place.param], self._homes.get(place.param))
@@ -183,10 +186,7 @@ class Paging:
     def _slot(self, places: Iterable[Place], total: int, engine: Engine) -> int:
         """Returns the bytes of a slot: what was asked for, or what the largest parameter needs that
         cannot be cut."""
-        slot = self.bucket_bytes
-        if slot is None:
-            most = BUCKET_BYTES if engine.is_asynchronous else INLINE_BYTES
-            slot = min(most, total // BUCKETS)
+        slot = self._usual_slot(total, engine)
         for place in places:
             size = place.size
             if size > slot and place.is_cuttable:
@@ -194,13 +194,18 @@ class Paging:
             slot = max(slot, size)
         return aligned(slot, 512)
 
+    def _usual_slot(self, total: int, engine: Engine) -> int:
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        return min(BUCKET_BYTES if engine.is_asynchronous else INLINE_BYTES, total // BUCKETS)
+
     def _house(self, places: list[Place], state: dict[Any, Any], optimizer: Any) -> None:
         """Puts states into the arena: where they were there, or into one new slab for each device.
         Makes what they lack."""
         homes, new = {}, []
         for place in places:
             home = self._homes.get(place.param)
-            if home is not None and home.fields == place.fields:
+            if self._is_near(home, place.param) and home.fields == place.fields:
                 homes[place.param] = home
             else:
                 new.append(place)
@@ -249,7 +254,11 @@ class Paging:
 
     def _is_housed(self, param: Tensor, state: Mapping[Any, Any], names: tuple[str, ...]) -> bool:
         home = self._homes.get(param)
-        return home is not None and home.holds(state.get(param), names)
+        return self._is_near(home, param) and home.holds(state.get(param), names)
+
+    def _is_near(self, home: Home | None, param: Tensor) -> TypeGuard[Home]:
+        """Returns whether there is a place, for the device that a parameter is on now."""
+        return home is not None and home.engine is self.engine_of(param.device)
 
     def release(self, optimizer: Any) -> None:
         """Puts all states onto the devices of their parameters."""
@@ -313,7 +322,7 @@ class Paging:
                     run, staged = self._staged(optimizer, plan.group, part, device, stays)
                 except (RuntimeError, NotImplementedError) as error:
                     raise explained(optimizer, error, part.owners, part.grads) from error
-                steps = optimizer.calls_on(plan.group, staged, self._given(run, scalars))
+                steps = optimizer._calls_on(plan.group, staged, self._given(run, scalars))
                 found += self._with(run, steps)
         return found
 
@@ -327,6 +336,10 @@ class Paging:
 
     def finish(self) -> None:
         """Ends a step whose calls have run. What the device is given from now on finds it done."""
+        for ring in self._replaced:  # which are freed when their copies have ended
+            for ticket in ring.busy:
+                ring.engine.wait(ticket)
+        self._replaced.clear()
 
     def _staged(
         self,
@@ -340,8 +353,13 @@ class Paging:
         pieces with their states."""
         if stays:
             for param in bucket.owners:
-                if any(name not in optimizer.state[param] for name in bucket.layout.names):
-                    optimizer.entry(param, group)
+                entry, layout = optimizer.state[param], bucket.layout
+                if any(name not in entry for name in layout.names):
+                    optimizer._entry(param, group)
+                elif any(entry[name].device != device for name in layout.names):  # it has moved
+                    _bring(
+                        Place(param, group, layout, fields_of(layout, param, entry)), entry, None
+                    )
             entries = (optimizer.state[param] for param in bucket.owners)
             states = {
                 param: taken_by_ops(entry, param, block_size_of(group))
@@ -377,15 +395,33 @@ class Paging:
         slot = self._slots.get(device, 0)
         for param in bucket.owners:
             home = self._homes[param]
-            if home.size > slot and not is_cuttable(bucket.layout, param, group, home.fields):
+            if home.size <= slot:
+                continue
+            if not is_cuttable(bucket.layout, param, group, home.fields):
                 slot = aligned(home.size, 512)
+            elif (least := smallest_cut(home.fields, block_size_of(group))) > slot:
+                slot = max(aligned(min(home.size, least), 512), self._later_slot(device))
+        self._slots[device] = slot
         ring = self._rings.get(device)
         if ring is None or ring.slot_bytes < slot:
             self.wait()
             self._pieces.clear()  # which hold the memory of the ring
-            self._rings.pop(device, None)
+            # And of those where no parameter is any more. Prepared steps may still use it.
+            left = self._rings.keys() - ({p.device for p in self._homes} - {device})
+            self._replaced += [self._rings.pop(other) for other in left]
             ring = self._rings[device] = Ring(device, slot, self.engine_of(device))
         return ring
+
+    def _later_slot(self, device: torch.device) -> int:
+        """Returns the bytes of a slot, as far as the budget goes, where none was chosen for the
+        parameters of a device: they were unfrozen, added or moved there later, or have more
+        state."""
+        engine = self.engine_of(device)
+        on_host = sum(home.size for p, home in self._homes.items() if p.device == device)
+        slot = self._usual_slot(on_host, engine)
+        if self.budget:
+            slot = min(slot, (self.budget - self._resident_bytes) // slots_with(engine) - 511)
+        return aligned(slot, 512)
 
     # ---- what others see ------------------------------------------------------------------------
 
@@ -467,7 +503,7 @@ def _places(
 
 
 def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:
-    index = optimizer.layout_index_of_state(entry) if entry else None
+    index = optimizer._layout_index_of_state(entry) if entry else None
     return optimizer.layout(param, group, index)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +48,17 @@ def entries_in(
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is malformed or cut off, or a name is in two files.
+        TypeError: ``files`` are no paths.
+        ValueError: a file is malformed or cut off, tensors in it overlap, or a name is in two
+            files.
     """
-    several = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    kinds = str, bytes, os.PathLike
+    several = [files] if isinstance(files, kinds) or not isinstance(files, Iterable) else [*files]
+    for given in several:
+        if not isinstance(given, kinds):
+            raise TypeError(f"files is {files!r}, wanted a path of a file or a folder, or several")
     found: dict[str, Entry] = {}
-    for path in (one for given in several for one in _paths(os.fspath(given))):
+    for path in (one for given in several for one in _paths(os.fsdecode(given))):
         for name, entry in _header(path):
             if name in found:
                 raise ValueError(f"'{name}' is in {found[name].path} and in {path}")
@@ -116,7 +123,10 @@ def _paths(path: str) -> list[str]:
     if not path.endswith(".json"):
         return [path]
     with open(path, encoding="utf-8") as file:
-        index = json.load(file)
+        try:
+            index = json.load(file)
+        except MALFORMED as error:
+            raise ValueError(f"{path} is malformed: {quoted(error)}") from error
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
         raise ValueError(f"{path} has no 'weight_map' of names to files")
@@ -138,7 +148,11 @@ def _header(path: str) -> Iterator[tuple[str, Entry]]:
         found = [(name, _entry(path, 8 + length, size, one)) for name, one in entries.items()]
     except MALFORMED as error:
         raise ValueError(f"the header of {path} is malformed: {quoted(error)}") from error
-    yield from sorted(found, key=lambda item: item[1].start)
+    found.sort(key=lambda item: (item[1].start, item[1].size))
+    for (first, one), (second, other) in pairwise(found):
+        if one.start + one.size > other.start:
+            raise ValueError(f"'{quoted(first)}' and '{quoted(second)}' overlap in {path}")
+    yield from found
 
 
 def _entry(path: str, data: int, size: int, fields: dict[str, Any]) -> Entry:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..._core.dtensor import local_part
+from ..._core.ownership import given_up
 from ...optim.base import Optimizer
 from ...optim.master_weights import headroom_optimizer
 from ...param_states.block_scales import ABSMAXS, zero_absmaxs
@@ -109,12 +110,13 @@ def load_sharded(
         entries, recuts = _read(saved, params, optimizer, own["state"] if is_fresh else {})
         fixed = dict.fromkeys(("full_state_dict", "cpu_offload", "broadcast_from_rank0"), False)
         fixed["flatten_optimizer_state_dict"] = False
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            {"state": entries, "param_groups": saved.groups},
-            options=replace(options or StateDictOptions(), **fixed),
-        )
+        with given_up():
+            set_optimizer_state_dict(
+                model,
+                optimizer,
+                {"state": entries, "param_groups": saved.groups},
+                options=replace(options or StateDictOptions(), **fixed),
+            )
     except BaseException:
         if is_fresh:
             optimizer.state.clear()
@@ -193,7 +195,7 @@ def _target(
     if name in ABSMAXS:
         zeros = zero_absmaxs(param, options["block_size"])
     else:
-        layout = optimizer.layout(param, options, optimizer.layout_index_of_state(parts))
+        layout = optimizer.layout(param, options, optimizer._layout_index_of_state(parts))
         zeros = layout.slot(name).new(param)
     if zeros.shape != part.size:
         raise ValueError(

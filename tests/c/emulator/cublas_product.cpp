@@ -2,6 +2,7 @@
 // order, on device memory whose bounds are checked. An algorithm remembers what it was chosen for, so
 // that one that is used for another problem is noticed.
 #include <algorithm>
+#include <vector>
 
 #include "kernels/core/dtype.h"
 #include "tests/c/emulator/cublas_objects.h"
@@ -28,29 +29,24 @@ cublasStatus_t touch(const char *name, const void *begin, size_t count, size_t s
 {
     if (count == 0)
         return CUBLAS_STATUS_SUCCESS;
-    const size_t bytes = count * size;
-    hr_emu::Allocation *const found = hr_emu::find_allocation(begin, bytes);
-    if (!found)
-        return invalid(std::string(name) + " is not in one allocation of the device");
     if (reinterpret_cast<uintptr_t>(begin) % size != 0)
         return invalid(std::string(name) + " is not aligned");
-    const auto first =
-        found->written.begin() + (static_cast<const char *>(begin) - found->range.begin);
-    if (write)
-        std::fill(first, first + std::ptrdiff_t(bytes), true);
-    else if (!std::all_of(first, first + std::ptrdiff_t(bytes), [](bool b) { return b; }))
-        return invalid(std::string(name) + " is read before it was written");
+    if (const char *const problem = hr_emu::use_device_memory(begin, count * size, write))
+        return invalid(std::string(name) + " " + problem);
     return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t touch(const char *name, const void *data, const Layout &x, bool write)
 {
     const size_t size = size_of(x.type);
+    const bool is_dense = uint64_t(x.ld) == x.rows; // its columns are one vector
+    const uint64_t vectors = is_dense ? x.cols > 0 : x.cols;
     for (int32_t index = 0; index < x.batch; index++)
-        for (uint64_t j = 0; j < x.cols; j++) {
+        for (uint64_t j = 0; j < vectors; j++) {
             const int64_t at = index * x.offset + int64_t(j) * x.ld;
-            const cublasStatus_t status = touch(
-                name, static_cast<const char *>(data) + at * int64_t(size), x.rows, size, write);
+            const cublasStatus_t status =
+                touch(name, static_cast<const char *>(data) + at * int64_t(size),
+                      is_dense ? x.rows * x.cols : x.rows, size, write);
             if (status != CUBLAS_STATUS_SUCCESS)
                 return status;
         }
@@ -65,6 +61,13 @@ float load(const void *data, int64_t at, cudaDataType_t type)
 void store(void *data, int64_t at, float x, cudaDataType_t type)
 {
     hr_store(always_open(data), at, x, dtype_of(type));
+}
+
+// A product may write all of its workspace, before it reads and after it has written.
+void use_workspace(void *workspace, size_t bytes)
+{
+    if (bytes > 0)
+        std::memset(always_open(workspace), 0xA5, std::min(bytes, size_t{256}));
 }
 
 uint64_t hash_of(const void *data, size_t bytes, uint64_t hash = 14695981039346656037u)
@@ -187,12 +190,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (workspace_bytes > 0 && (reinterpret_cast<uintptr_t>(workspace) % 256 != 0 ||
                                 !hr_emu::find_allocation(workspace, workspace_bytes)))
         return invalid("the workspace is not in device memory, or not aligned");
-    const auto use_workspace = [&] {
-        if (workspace_bytes > 0)
-            std::memset(always_open(workspace), 0xA5, std::min(workspace_bytes, size_t{256}));
-    };
-    use_workspace();
-
     const float scale = *static_cast<const float *>(alpha), add = *static_cast<const float *>(beta);
     const int64_t m = int64_t(d->rows), n = int64_t(d->cols);
     const int64_t k = int64_t(desc->transpose_a ? a->rows : a->cols);
@@ -204,27 +201,35 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         if (status != CUBLAS_STATUS_SUCCESS)
             return status;
 
-    const auto at_a = [&](int64_t index, int64_t i, int64_t p) {
-        return load(A, index * a->offset + (desc->transpose_a ? i * a->ld + p : p * a->ld + i),
-                    a->type);
-    };
-    const auto at_b = [&](int64_t index, int64_t p, int64_t j) {
-        return load(B, index * b->offset + (desc->transpose_b ? p * b->ld + j : j * b->ld + p),
-                    b->type);
-    };
-    for (int64_t index = 0; index < d->batch; index++)
-        for (int64_t i = 0; i < m; i++)
-            for (int64_t j = 0; j < n; j++) {
-                float sum = 0;
-                for (int64_t p = 0; p < k; p++)
-                    sum += at_a(index, i, p) * at_b(index, p, j);
-                double x = double(scale) * sum;
-                if (add != 0)
-                    x += double(add) * load(C, index * c->offset + j * c->ld + i, c->type);
-                if (desc->bias)
-                    x += load(desc->bias, i, d->type);
-                store(D, index * d->offset + j * d->ld + i, float(x), d->type);
+    hr_emu::submit(stream, [=, desc = *desc, a = *a, b = *b, c = *c, d = *d] {
+        use_workspace(workspace, workspace_bytes);
+        std::vector<float> row(size_t(n), 0.0F), right(size_t(k * n));
+        for (int64_t index = 0; index < d.batch; index++) {
+            for (int64_t p = 0; p < k; p++)
+                for (int64_t j = 0; j < n; j++)
+                    right[size_t(p * n + j)] =
+                        load(B, index * b.offset + (desc.transpose_b ? p * b.ld + j : j * b.ld + p),
+                             b.type);
+            for (int64_t i = 0; i < m; i++) {
+                std::fill(row.begin(), row.end(), 0.0F);
+                for (int64_t p = 0; p < k; p++) {
+                    const int64_t at = desc.transpose_a ? i * a.ld + p : p * a.ld + i;
+                    const float left = load(A, index * a.offset + at, a.type);
+                    const float *const other = &right[size_t(p * n)];
+                    for (int64_t j = 0; j < n; j++)
+                        row[size_t(j)] += left * other[j];
+                }
+                for (int64_t j = 0; j < n; j++) {
+                    double x = double(scale) * row[size_t(j)];
+                    if (add != 0)
+                        x += double(add) * load(C, index * c.offset + j * c.ld + i, c.type);
+                    if (desc.bias)
+                        x += load(desc.bias, i, d.type);
+                    store(D, index * d.offset + j * d.ld + i, float(x), d.type);
+                }
             }
-    use_workspace();
+        }
+        use_workspace(workspace, workspace_bytes);
+    });
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -213,4 +213,18 @@ Allocation *find_allocation(const void *address, size_t bytes)
     Allocation &a = std::prev(next)->second;
     return a.range.holds(address, bytes) ? &a : nullptr;
 }
+
+const char *use_device_memory(const void *address, size_t bytes, bool write)
+{
+    Allocation *const found = find_allocation(address, bytes);
+    if (!found)
+        return "is not in one allocation of the device";
+    const auto first =
+        found->written.begin() + (static_cast<const char *>(address) - found->range.begin);
+    if (write)
+        std::fill(first, first + ptrdiff_t(bytes), true);
+    else if (!std::all_of(first, first + ptrdiff_t(bytes), [](bool b) { return b; }))
+        return "is read before it was written";
+    return nullptr;
+}
 } // namespace hr_emu

@@ -26,6 +26,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -99,6 +101,9 @@ struct Launch {
 };
 void run(const Launch &launch);
 
+// Puts work on a stream. The emulator's runtime does it at once; another runtime may keep it.
+void submit(cudaStream_t stream, std::function<void()> work);
+
 // The dynamic shared memory of the block.
 void *dynamic_shared();
 
@@ -114,14 +119,17 @@ template <class... P> struct Call {
 };
 
 template <class... P, class... A>
-void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             A &&...args)
 {
     static_assert((sizeof(std::decay_t<P>) + ... + 0) <= 32764,
                   "more parameters than CUDA can pass");
-    const Call<P...> call{kernel, {std::forward<A>(args)...}};
-    run({reinterpret_cast<const void *>(kernel), grid, block, shared_bytes, Call<P...>::thread,
-         &call, sizeof call});
+    const std::shared_ptr<const Call<P...>> call(
+        new Call<P...>{kernel, {std::forward<A>(args)...}});
+    submit(stream, [=] {
+        run({reinterpret_cast<const void *>(kernel), grid, block, shared_bytes, Call<P...>::thread,
+             call.get(), sizeof *call});
+    });
 }
 } // namespace hr_emu
 

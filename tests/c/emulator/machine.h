@@ -134,14 +134,27 @@ class DeviceMemoryOpen
 void close_device_memory(); // after an access of the host was reported, for which it was opened
 void check_device_guards(); // after a launch
 
-// The allocation that holds all the bytes, or nullptr. `written` has one flag per byte.
+// The allocation that holds all the bytes, or nullptr. `written` has one flag per byte, or none where
+// that is not known.
 struct Allocation {
     Range range;
     std::vector<bool> written;
+    bool is_written(const void *byte) const
+    {
+        return written.empty() || written[size_t(static_cast<const char *>(byte) - range.begin)];
+    }
+    void write(const void *byte)
+    {
+        if (!written.empty())
+            written[size_t(static_cast<const char *>(byte) - range.begin)] = true;
+    }
 };
 Allocation *find_allocation(const void *address, size_t bytes);
 void *allocate_device(size_t bytes);
 bool free_device(const void *pointer); // false if it is not the begin of an allocation
+
+// Notes that a product reads or writes memory. Returns what is wrong with that, or nullptr.
+const char *use_device_memory(const void *address, size_t bytes, bool write);
 
 // The same byte at an address where the host may always touch it; elsewhere the address itself.
 void *always_open(const void *address);

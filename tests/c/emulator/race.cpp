@@ -157,8 +157,7 @@ void check(const void *address, size_t bytes, bool write, bool atomic, const voi
             if (shared && slot.block != machine.block)
                 slot = Access{};
         const bool reads = !write || atomic;
-        const bool initialized =
-            shared ? byte.write.code != nullptr : allocation->written[p - allocation->range.begin];
+        const bool initialized = shared ? byte.write.code != nullptr : allocation->is_written(p);
         if (reads && !initialized && !machine.failed)
             report(std::string("uninitialized read of ") + space_name + " memory:\n    " +
                    describe(now, write));
@@ -171,7 +170,7 @@ void check(const void *address, size_t bytes, bool write, bool atomic, const voi
         if (write) {
             byte.write = now;
             if (!shared)
-                allocation->written[p - allocation->range.begin] = true;
+                allocation->write(p);
         } else {
             remember_read(byte, now);
         }

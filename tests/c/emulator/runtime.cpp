@@ -39,6 +39,11 @@ void hr_emu::set_last_error(cudaError_t error)
     last_error = error;
 }
 
+void hr_emu::submit(cudaStream_t, std::function<void()> work)
+{
+    work();
+}
+
 void hr_emu::pretend_capture(bool on)
 {
     capturing = on;

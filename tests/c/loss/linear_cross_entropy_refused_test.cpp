@@ -115,7 +115,6 @@ template <class R> BadInputs<R> bad_inputs()
         {"config->reduction is 3",
          [](R &r) { r.config.reduction = hr_cross_entropy_reduction(3); }},
         {"config->mode is 3", [](R &r) { r.config.mode = hr_linear_cross_entropy_mode(3); }},
-        {"config->round_each_chunk is 2", [](R &r) { r.config.round_each_chunk = 2; }},
         {"config->add_to_weight_grads is -1", [](R &r) { r.config.add_to_weight_grads = -1; }},
         {"config->allow_tf32 is 3", [](R &r) { r.config.allow_tf32 = 3; }},
         {"config->allow_reduced_precision_reduction is 3",
@@ -125,10 +124,6 @@ template <class R> BadInputs<R> bad_inputs()
         {"config->capability is -1, wanted 10 times", [](R &r) { r.config.capability = -1; }},
         {"config->sequence is 4, wanted 0 or a divisor", [](R &r) { r.config.sequence = 4; }},
         {"config->sequence is -3", [](R &r) { r.config.sequence = -3; }},
-        {"config->all_classes is 3, wanted classes", [](R &r) { r.config.all_classes = 3; }},
-        {"config->first_class is 1, wanted 0 to 0", [](R &r) { r.config.first_class = 1; }},
-        {"config->first_class is -1", [](R &r) { r.config.first_class = -1; }},
-        {"config->most_counted is -2", [](R &r) { r.config.most_counted = -2; }},
         {"inputs is NULL", [](R &r) { r.inputs_argument = nullptr; }},
         {"inputs->hidden->data is NULL", [](R &r) { r.inputs.hidden.data = nullptr; }},
         {"inputs->hidden->stride is 5", [](R &r) { r.inputs.hidden.stride = 5; }},
@@ -215,7 +210,6 @@ TEST_P(LinearCrossEntropyRefused, BadInputsAreRefused)
         [](Call &r) { r.out.mean_logit = moved(r.out.mean_logit, 1); });
     add("rows_out->log_sum_sq_probs" + off,
         [](Call &r) { r.out.log_sum_sq_probs = moved(r.out.log_sum_sq_probs, 1); });
-    add("they need the lse of all", [](Call &r) { r.config.all_classes = 20; });
     add("rows_out->rank is given, which needs all classes at once", [](Call &r) {
         r.out.rank = r.out.argmax;
         r.rows = 1; /* within the workspace */

@@ -54,7 +54,7 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
       class_weight(on, {c.classes}, {HR_F32}, 0, values(4, c.weigh, c.weigh / 2)),
       token_weight(on, {c.rows}, {HR_F32}, 0, values(5, 1, 0.5)),
       denominator(on, {1}, {HR_F32}, 0, values(6, 9, 1)),
-      results(on, std::vector<int64_t>(9, c.rows), {HR_F32}, 0, garbage),
+      results(on, std::vector<int64_t>(8, c.rows), {HR_F32}, 0, garbage),
       numbers(on, {1, 2, 1}, {HR_F32}, 0, garbage),
       dhidden(on, {c.rows * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
       dweight(on, {c.classes * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
@@ -85,12 +85,11 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
            floats(results, 3),
            floats(results, 4),
            floats(results, 5),
-           floats(results, 6),
            static_cast<int64_t *>(argmaxes[0].data()),
            c.rank ? static_cast<int64_t *>(ranks[0].data()) : nullptr,
-           floats(results, 7),
-           floats(results, 8)};
-    config.entropy = floats(results, 6);
+           floats(results, 6),
+           floats(results, 7)};
+    config.entropy = floats(results, 5);
     config.dentropy = floats(dentropy, 0, c.dentropy);
     config.dentropy_stride = 1;
     set_weight(nullptr);

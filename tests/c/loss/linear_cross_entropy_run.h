@@ -48,7 +48,7 @@ class LinearCrossEntropyRun
     hr_linear_cross_entropy_needs needs = {};
     std::vector<Buffer> targets, argmaxes, ranks;
     Tensors hidden, weight, bias, class_weight, token_weight, denominator;
-    // loss, lse, lse_low, target_logit, weighted, largest, entropy, mean_logit, log_sum_sq_probs;
+    // loss, lse, lse_low, target_logit, largest, entropy, mean_logit, log_sum_sq_probs;
     // result, factors, scale
     Tensors results, numbers;
     Tensors dhidden, dweight, dbias, dloss, dentropy;

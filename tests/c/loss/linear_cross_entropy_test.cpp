@@ -153,9 +153,9 @@ TEST_P(LinearCrossEntropy, ResultsAndGradientsFollowTheFormulas)
         const Reference exact(run, Vector(size_t(c.rows), 1));
         const double unit = epsilon_of(HR_F32) / 2;
         const Vector *const wanted[] = {
-            &exact.loss,    &exact.lse,     nullptr,           &exact.target_logit,    nullptr,
+            &exact.loss,    &exact.lse,     nullptr,           &exact.target_logit,
             &exact.largest, &exact.entropy, &exact.mean_logit, &exact.log_sum_sq_probs};
-        for (size_t k = 0; k < 9; k++) {
+        for (size_t k = 0; k < 8; k++) {
             if (wanted[k])
                 expect_near(run.results.values(k), *wanted[k], 4 * unit, "result of rows");
         }
@@ -231,7 +231,7 @@ TEST_P(LinearCrossEntropy, MaskedClassesAddNothingToEntropies)
         ASSERT_EQ(one->forward(), HR_OK) << hr_last_error();
         ASSERT_EQ(one->backward(), HR_OK) << hr_last_error();
     }
-    for (const size_t k : {0u, 1u, 6u, 8u}) // and not the mean, which is minus infinity
+    for (const size_t k : {0u, 1u, 5u, 7u}) // and not the mean, which is minus infinity
         expect_near(run.results.values(k), few.results.values(k), epsilon_of(HR_F32), "result");
     expect_near(run.dhidden.values(0), few.dhidden.values(0), epsilon_of(HR_F32), "dhidden");
     for (size_t j = 0; j < 11; j++)
@@ -270,57 +270,6 @@ TEST_P(LinearCrossEntropy, OfAMatrixHasTheBitsOfItsDecodedElements)
     }
 }
 
-// Each part of the classes has its own lse; with that of all, its columns have their gradients.
-TEST_P(LinearCrossEntropy, PartsOfTheClassesHaveTheirShareOfTheGradients)
-{
-    for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
-        const Case c = {.classes = 12,
-                        .dtype = dtype,
-                        .grad_dtype = dtype,
-                        .bias = true,
-                        .class_weight = true,
-                        .smoothing = 0.2,
-                        .reduction = HR_REDUCE_SUM};
-        const Call all(*backend, c);
-        ASSERT_EQ(all.forward(), HR_OK) << hr_last_error();
-        const int64_t first = 5, count = 4, element = dtype == HR_F32 ? 4 : 2;
-        Call part(*backend, c);
-        part.classes = count;
-        part.config.first_class = first;
-        part.config.all_classes = c.classes;
-        part.inputs.weight.data = moved(part.inputs.weight.data, size_t(first * 6 * element));
-        part.inputs.bias = moved(part.inputs.bias, size_t(first * element));
-        part.out.loss = nullptr;
-        part.result = nullptr;
-        part.grads_argument = nullptr;
-        ASSERT_EQ(part.forward(), HR_OK) << hr_last_error();
-        const Matrix w = matrix_of(part.weight, 12, 6, 6), x = matrix_of(part.hidden, 9, 6, 6);
-        const Vector b = part.bias.values(0), lse = part.results.values(1);
-        for (size_t i = 0; i < 9; i++) {
-            double sum = 0;
-            for (size_t j = size_t(first); j < size_t(first + count); j++) {
-                double z = b[j];
-                for (size_t k = 0; k < 6; k++)
-                    z += x[i][k] * w[j][k];
-                sum += std::exp(z);
-            }
-            const int64_t target = part.target_of(int64_t(i));
-            EXPECT_NEAR(lse[i], target < 0 ? 0 : std::log(sum), 2e-6);
-            const bool is_here = target >= first && target < first + count;
-            EXPECT_EQ(part.results.values(3)[i] != 0, is_here) << i;
-        }
-        for (size_t k = 1; k < 3; k++)
-            all.backend.upload(part.results.data[k], all.results.buffers[k].content().data(),
-                               9 * 4);
-        part.grads_argument = &part.grads;
-        ASSERT_EQ(part.backward(), HR_OK) << hr_last_error();
-        ASSERT_EQ(all.backward(), HR_OK) << hr_last_error();
-        const Vector whole = all.dweight.values(0), got = part.dweight.values(0);
-        for (size_t i = 0; i < size_t(count * 6); i++)
-            EXPECT_NEAR(got[i], whole[size_t(first * 6) + i], 8 * epsilon_of(dtype)) << i;
-    }
-}
-
 TEST_P(LinearCrossEntropy, AddsToGradientsThatExist)
 {
     for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
@@ -339,22 +288,25 @@ TEST_P(LinearCrossEntropy, AddsToGradientsThatExist)
     }
 }
 
-TEST_P(LinearCrossEntropy, RoundsSumsOfABf16GradientOnceOrAfterEachChunk)
+// The sum over 96 chunks of a row is as exact as that over all rows at once.
+TEST_P(LinearCrossEntropy, RoundsSumsOfABf16GradientOnce)
 {
-    Case c = {.rows = 96, .dtype = HR_BF16, .grad_dtype = HR_BF16, .limit = 11 * 4, .ignored = 0};
-    const Call once(*backend, c);
-    Call often(*backend, c);
-    often.config.round_each_chunk = 1;
-    ASSERT_EQ(once.forward(), HR_OK) << hr_last_error();
-    ASSERT_EQ(often.forward(), HR_OK) << hr_last_error();
-    const Reference exact(once, Vector(96, 1));
+    Case c = {.rows = 96, .dtype = HR_BF16, .grad_dtype = HR_BF16, .ignored = 0};
+    const Call whole(*backend, c);
+    c.limit = 11 * 4;
+    const Call chunks(*backend, c);
+    ASSERT_EQ(whole.needs.rows, 96);
+    ASSERT_EQ(chunks.needs.rows, 1);
+    ASSERT_EQ(whole.forward(), HR_OK) << hr_last_error();
+    ASSERT_EQ(chunks.forward(), HR_OK) << hr_last_error();
+    const Reference exact(whole, Vector(96, 1));
     double errors[2] = {};
     for (size_t i = 0; i < 66; i++) {
         const double value = exact.dweight[i / 6][i % 6];
-        errors[0] += std::fabs(once.dweight.values(0)[i] - value);
-        errors[1] += std::fabs(often.dweight.values(0)[i] - value);
+        errors[0] += std::fabs(whole.dweight.values(0)[i] - value);
+        errors[1] += std::fabs(chunks.dweight.values(0)[i] - value);
     }
-    EXPECT_LT(4 * errors[0], errors[1]);
+    EXPECT_LT(errors[1], 1.5 * errors[0]);
 }
 
 // Sums in halves are added in vectors where addresses allow it, and one by one elsewhere.
@@ -409,19 +361,6 @@ TEST_P(LinearCrossEntropy, RowsThatWeighLittleOrNothing)
                 EXPECT_EQ(run.dhidden.values(0), Vector(size_t(rows) * 6, 0));
             }
     }
-}
-
-TEST_P(LinearCrossEntropy, MoreRowsThanTheBoundAreNoticed)
-{
-    Call run(*backend, {.ignored = 3}); // 6 of 9 rows count
-    run.config.most_counted = 6;
-    ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(std::isfinite(run.numbers.values(0)[0]));
-    expect_gradients(run, Reference(run, Vector(9, 1)), 1);
-    run.config.most_counted = 5;
-    ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
-    EXPECT_EQ(std::isnan(run.numbers.values(0)[0]), backend != &cpu_backend());
-    EXPECT_TRUE(run.whole());
 }
 
 TEST_P(LinearCrossEntropy, AConfigOfAnOlderHeaderHasDefaults)

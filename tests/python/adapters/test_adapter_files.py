@@ -313,6 +313,60 @@ def test_settings_of_old_files_may_lack_keys(saved):
     refused(saved, "alpha must be a number")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("alpha_pattern", [], r"'alpha_pattern' is \[\], wanted an object of expressions"),
+        ("alpha_pattern", {"(": 2}, "'alpha_pattern' has '\\(', which is no regular expression"),
+        ("alpha_pattern", {"q_proj": "2"}, "alpha must be a number"),
+        ("alpha_pattern", {"q_proj": 10**400}, "alpha is 1000.*, wanted a finite number"),
+        ("lora_alpha", 10**400, "alpha is 1000.*, wanted a finite number"),
+        ("lora_alpha", None, "alpha must be a number"),
+        ("lora_dropout", float("nan"), "dropout is nan"),
+        ("modules_to_save", "lm_head", "'modules_to_save' is 'lm_head', wanted a list of names"),
+        ("modules_to_save", [3], r"'modules_to_save' is \[3\], wanted a list of names"),
+        ("modules_to_save", [""], r"'modules_to_save' is \[''\], wanted a list of names"),
+        ("use_dora", "yes", "'use_dora' is 'yes', wanted true or false"),
+        ("use_rslora", None, "'use_rslora' is None, wanted true or false"),
+        ("peft_type", ["LORA"] * 999, "'peft_type' is"),
+    ],
+)
+def test_malformed_settings_are_refused(key, value, message, saved):
+    (saved / CONFIG).write_text(json.dumps(config_in(saved) | {key: value}))
+    refused(saved, message)
+
+
+def test_settings_that_are_too_deep_are_refused(saved):
+    (saved / CONFIG).write_text('{"peft_type": ' + "[" * 100_000)
+    refused(saved, "adapter_config.json is malformed: maximum recursion depth exceeded")
+
+
+def test_modules_that_were_saved_must_be_there(saved):
+    """PEFT lists names of heads that a model does not have; all else was trained and is missing."""
+    for names, missing in (
+        (["lm_head"], "has no tensors of 'lm_head'"),
+        (["nowhere"], "no tensors of 'nowh"),
+    ):
+        config = config_in(saved) | {"modules_to_save": names}
+        (saved / CONFIG).write_text(json.dumps(config))
+        refused(saved, missing)
+    config = config_in(saved) | {"modules_to_save": ["classifier", "score"]}
+    (saved / CONFIG).write_text(json.dumps(config))
+    load_adapter(model_of("Llama"), saved)
+
+
+def test_a_module_that_was_saved_in_part_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    base = copy.deepcopy(model)
+    headroom.lora(model, 2, targets=["0"], modules_to_save=["1"])
+    save_adapter(model, tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / TENSORS)
+    del tensors["base_model.model.1.bias"]
+    safetensors.torch.save_file(tensors, tmp_path / TENSORS)
+    with pytest.raises(ValueError, match="'1' was saved without 'bias'"):
+        load_adapter(base, tmp_path)
+
+
 PATH = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -337,6 +391,10 @@ PATH = "base_model.model.model.layers.0.self_attn.q_proj"
             r"base_layer.weight' is \[32, 31\], and no layer with an adapter has such a weight",
         ),
         (lambda d: d.clear(), "has no adapter"),
+        (
+            lambda d: d.update({f"{PATH}.lora_A.weight": torch.ones(2, 32, dtype=torch.int8)}),
+            "q_proj' has torch.int8, wanted floats",
+        ),
         (
             lambda d: d.update({f"{PATH}s.lora_{k}.weight": torch.ones(1, 1) for k in "AB"}),
             "the model has no 'model.layers.0.self_attn.q_projs'",
@@ -378,6 +436,20 @@ def test_modules_that_were_saved_must_fit(saved):
     load_adapter(model, saved)
     assert bool((model.lm_head.weight == 1).all())
     assert not bool((model.lm_head.original_module.weight == 1).any())
+
+
+def test_adapters_inside_of_adapters_are_refused(saved):
+    tensors = safetensors.torch.load_file(saved / TENSORS)
+    inside = {
+        key.replace(".lora_", ".base_layer.lora_"): value
+        for key, value in tensors.items()
+        if key.startswith(PATH)
+    }
+    safetensors.torch.save_file(inside, saved / TENSORS)
+    model = model_of("Llama")
+    headroom.lora(model, 2)
+    with pytest.raises(ValueError, match="q_proj.base_layer' is inside of a module that has adap"):
+        load_adapter(model, saved, "other")
 
 
 def test_files_that_are_missing(tmp_path):

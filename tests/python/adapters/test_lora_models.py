@@ -463,8 +463,26 @@ def test_bad_arguments_change_nothing():
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             headroom.lora(model, **given)
         assert {name: p.requires_grad for name, p in model.named_parameters()} == state
+    for given, message in (
+        (dict(targets="("), r"targets is '\(', wanted a regular expression"),
+        (dict(targets=r"(?P<a>x)(?P<a>y)"), "wanted a regular expression"),
+        (dict(alpha=10**400), "alpha is 1000.*, wanted a finite number"),
+        (dict(alpha=-(10**400)), "alpha is -1000.*, wanted a finite number"),
+        (dict(rank=1 << 70), "rank is 1180591620717411303424, wanted less"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            headroom.lora(model, **given)
+    for key in ("targets", "modules_to_save"):
+        with pytest.raises(TypeError, match=f"{key} is None, wanted a list of names"):
+            headroom.lora(model, **{key: None})
+    adapters = headroom.adapters
+    for call in (headroom.lora, headroom.merge, headroom.unmerge, use_adapters, delete_adapter):
+        with pytest.raises(TypeError, match="model is 'model', wanted an instance of nn.Module"):
+            call("model")
     with pytest.raises(TypeError, match="wanted an instance of nn.Module"):
-        headroom.lora("model")
+        adapters.save_adapter("model", "folder")
+    with pytest.raises(TypeError, match="wanted an instance of nn.Module"):
+        adapters.load_adapter("model", "folder")
     with pytest.raises(ValueError, match="the model is itself the layer"):
         headroom.lora(nn.Linear(3, 3), targets=".*")
     headroom.lora(model)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import headroom
 import pytest
@@ -134,6 +135,32 @@ def test_what_is_lost_is_what_rounding_took():
     assert repr(report) == f"MergeReport(LlamaForCausalLM: 14 merged, lost {report.lost:.2%})"
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("to", [None, "nf4"])
+def test_panels_of_a_weight_are_its_rows(to, dora, monkeypatch):
+    """However many are added at a time: what is written has the same numbers."""
+    model = adapted(to=to, targets=["q_proj", "down_proj", "embed_tokens"], dora=dora)
+    other = copy.deepcopy(model)
+    whole = headroom.merge(model, torch.float32)
+    monkeypatch.setattr(sys.modules["headroom.adapters.merge"], "PANEL", 7 * 32)
+    found = headroom.merge(other, torch.float32)
+    for one, wanted in zip(found.merged, whole.merged):
+        x, y = (each.get_submodule(one.name).weight.data for each in (other, model))
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+        assert one.lost == pytest.approx(wanted.lost, rel=1e-2, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_requantizing_keeps_the_dtype(to, dtype):
+    model = adapted(to=to, dtype=dtype, targets=["q_proj"])
+    headroom.merge(model, requantize=True)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.weight_dtype == dtype and layer.dequantize().dtype == dtype
+    headroom.dequantize(model)
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == dtype
+
+
 @pytest.mark.parametrize("to", ["nf4", "fp4", "int8"])
 def test_requantizing_is_for_those_who_ask(to):
     model = adapted(to=to, targets=["q_proj"])
@@ -178,6 +205,20 @@ def test_adapters_are_added_to_the_original_weights(name, tmp_path):
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"base has no '{path}.weight'"):
         headroom.merge(model, base=tmp_path)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_original_weights_that_are_not_finite(value, tmp_path):
+    model = adapted(to="nf4", targets=["q_proj"])
+    before, wanted = [*model.state_dict()], logits(model)
+    weights = {f"{one}.weight": torch.randn(32, 32) for one in layers_of(model)}
+    path = [*weights][-1]
+    weights[path][4, 5] = value
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"'{path}' in base has an element that is not finite"):
+        headroom.merge(model, base=tmp_path)
+    assert [*model.state_dict()] == before
+    assert_same_bits(logits(model), wanted)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from helpers.bits import assert_same_bits
+from helpers.interrupting import Interrupting
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -338,3 +339,23 @@ def test_a_refused_call_changes_nothing(error, match, options):
     with pytest.raises(error, match=match):
         headroom.cast_model(net, **options)
     assert dtypes(net) == before and not net.norm._forward_hooks
+
+
+def test_a_cast_that_is_interrupted_loses_no_gradient_and_can_be_repeated():
+    def made():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+        model(torch.randn(3, 4)).square().sum().backward()
+        return model
+
+    wanted = made()
+    with Interrupting() as counting:
+        headroom.cast_model(wanted)
+    for after in range(counting.count):
+        model = made()
+        with Interrupting(after), pytest.raises(KeyboardInterrupt):
+            headroom.cast_model(model)
+        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+        headroom.cast_model(model)
+        for p, other in zip(model.parameters(), wanted.parameters()):
+            assert_same_bits((p.data, p.grad), (other.data, other.grad))

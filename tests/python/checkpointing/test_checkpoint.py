@@ -12,6 +12,9 @@ import torch
 from headroom.checkpointing import CheckpointedBlocks
 from torch import nn
 
+from helpers.bits import assert_same_bits
+from helpers.dropping import WRITTEN_LATE, WrittenLate, gradients_of
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -245,6 +248,56 @@ def test_options_reach_torch():
     with pytest.raises(error, match="aten.mul.Tensor"):
         run(True, debug=True)
     assert "aten.mul.Tensor" not in str(plain.value)
+
+
+WAYS = {
+    "call": lambda layer, x: headroom.checkpoint(layer, x),
+    "verify": lambda layer, x: headroom.checkpoint(layer, x, verify=True),
+    "verify the older way": lambda layer, x: headroom.checkpoint(
+        layer, x, verify=True, use_reentrant=True
+    ),
+    "debug": lambda layer, x: headroom.checkpoint(layer, x, debug=True),
+    "host": lambda layer, x: headroom.checkpoint(layer, x, host=True, verify=True),
+    "nested": lambda layer, x: headroom.checkpoint(lambda y: headroom.checkpoint(layer, y), x),
+    "sequential": lambda layer, x: headroom.checkpoint_sequential([layer, nn.Identity()], 2, x),
+}
+
+
+@pytest.mark.parametrize("place", ["alone", "middle", "end"])
+@pytest.mark.parametrize("name", WRITTEN_LATE)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_operation_writes_after_it_saved_it(way, name, place):
+    layer = WrittenLate(name, place)
+    wanted = gradients_of(lambda layer, x: layer(x), copy.deepcopy(layer))
+    assert_same_bits(gradients_of(WAYS[way], layer), wanted)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_changed_in_place_after_it_was_saved_raises(verify):
+    """As without a checkpoint, unless the change is behind all that is computed again."""
+
+    def function(x):
+        h = x * 2
+        return (h.sin() + h.add_(1)).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(x).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*version 1; expected"):
+        headroom.checkpoint(function, x, verify=verify).sum().backward()
+
+
+def test_a_run_ends_where_all_is_there():
+    """A product with weights that are frozen, the last to save, need not be computed again."""
+    ran, weight = [], torch.ones(6, 6)
+
+    def function(x):
+        y = torch.nn.functional.linear(x.sin(), weight)
+        ran.append("end")
+        return y
+
+    headroom.checkpoint(function, torch.randn(2, 6, requires_grad=True)).sum().backward()
+    assert ran == ["end"]
 
 
 def test_decorator():

@@ -84,3 +84,47 @@ def test_a_cache_of_linear_attention_says_whether_it_has_a_state():
             return number == 3
 
     assert is_filled(Cache(), Cached(3)) and not is_filled(Cache(), Cached(2))
+
+
+def test_a_cache_of_a_layer_that_holds_nothing_is_empty():
+    from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionLayer
+
+    cache = transformers.DynamicCache()
+    cache.layers = [DummyLayer(), DynamicLayer(), DummyLayer(), LinearAttentionLayer()]
+    assert not any(is_filled(cache, Cached(k)) for k in range(4))
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    cache.update_conv_state(torch.ones(1, 4, 3), 3)
+    cache.update_recurrent_state(torch.ones(1, 4), 3)
+    assert [is_filled(cache, Cached(k)) for k in (1, 2, 3)] == [True, False, True]
+
+
+class KeepsItsState(transformers.modeling_layers.GradientCheckpointingLayer):
+    """A layer that is its own cache, as those of RecurrentGemma."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state, self.told = nn.Linear(4, 4), None, []
+
+    def forward(self, x, mask=None, use_cache=None, *, more=None):
+        self.told.append(use_cache)
+        if self.state is not None:
+            x = x + self.state
+        y = self.linear(x)
+        self.state = y.detach().sin() if use_cache else None
+        return y
+
+
+@pytest.mark.parametrize("args, kwargs", [((None, True), {}), ((), {"use_cache": True})])
+@pytest.mark.parametrize("way", ["every", "L5"])
+def test_a_layer_that_is_its_own_cache_keeps_none(way, args, kwargs):
+    model = nn.Sequential(KeepsItsState(), KeepsItsState())
+    if way == "every":
+        headroom.checkpoint_every(model, verify=True)
+    else:
+        headroom.patch(model, "L5")
+    x = torch.randn(2, 4, requires_grad=True)
+    model[0](x, *args, **kwargs).sum().backward()
+    assert model[0].told == [False, False]
+    with torch.no_grad():
+        model[0](x, *args, **kwargs)
+    assert model[0].told[-1] is True and model[0].state is not None

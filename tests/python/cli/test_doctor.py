@@ -296,7 +296,12 @@ def test_devices_that_the_library_has(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
     value = "NVIDIA L4, sm_89, 20.0 GiB free of 24.0 GiB"
-    for archs, status, more in (("80;90", OK, ""), ("90", BROKEN, "; the library has 90")):
+    compiled = "; the driver compiles the library's code for sm_75"
+    for archs, status, more in (
+        ("80;90", OK, ""),
+        ("75", NOTE, compiled),
+        ("90", BROKEN, "; the library has 90"),
+    ):
         info = headroom.build_info() | {"cuda": "13.0", "archs": archs}
         monkeypatch.setattr(headroom, "build_info", lambda info=info: info)
         found = named(examine(tmp_path))["devices", "cuda:0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 
 import pytest
@@ -14,6 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from helpers.bits import assert_same_bits
+from helpers.dropping import WRITTEN_LATE, WrittenLate, gradients_of
 
 
 class Layer(nn.Module):
@@ -264,7 +266,9 @@ def test_kept_tensors_changed_in_place_raise(what):
         a, _ = dropping.run(layer.split, x)
         y = a.square().exp()
     (x if what == "input" else y).detach().zero_()
-    with pytest.raises(RuntimeError, match="inplace operation: .* at version 1, wanted version 0"):
+    with pytest.raises(
+        RuntimeError, match="inplace operation: .* at version 1; expected version 0"
+    ):
         y.sum().backward()
 
 
@@ -304,6 +308,62 @@ def test_a_region_ends_once_everything_is_there():
     del ran[:]
     z.sum().backward()
     assert ran == ["middle"]
+
+
+@pytest.mark.parametrize("keep_results", [False, True])
+@pytest.mark.parametrize("place", ["alone", "middle", "end"])
+@pytest.mark.parametrize("name", WRITTEN_LATE)
+def test_what_an_operation_writes_after_it_saved_it(name, place, keep_results):
+    def run(layer, x):
+        with Dropping() as dropping:
+            return dropping.run(layer, x, random=True, keep_results=keep_results)
+
+    layer = WrittenLate(name, place)
+    wanted = gradients_of(lambda layer, x: layer(x), copy.deepcopy(layer))
+    assert_same_bits(gradients_of(run, layer), wanted)
+
+
+def test_what_is_changed_in_place_after_it_was_saved_raises():
+    """As in torch, which tells by the version of what is kept."""
+
+    def function(x):
+        h = x * 2
+        y = h.sin()
+        return (y + h.add_(1)).exp()
+
+    x = inputs()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(x).sum().backward()
+    with Dropping() as dropping:
+        y = dropping.run(function, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*version 1; expected"):
+        y.sum().backward()
+
+
+def test_the_order_of_backends_moves_in_the_first_run():
+    """As torch moves it in the first call of attention on some devices, to cuDNN before others."""
+    order = torch._C._get_sdp_priority_order()
+    later = [3, *(k for k in order if k != 3)]
+    calls = []
+
+    def attention(x):
+        if not calls:
+            torch._C._set_sdp_priority_order(later)
+        calls.append(torch._C._get_sdp_priority_order())
+        if calls[-1][0] == 3:
+            return x.exp()
+        return (x * x).sum() + x  # which saves another tensor
+
+    x = inputs()
+    try:
+        with Dropping() as dropping:
+            y = dropping.run(attention, x, keep_results=True)
+        torch._C._set_sdp_priority_order(order)  # which is not theirs
+        y.sum().backward()
+        assert torch.equal(x.grad, x.detach().exp()) and calls == [later, later]
+        assert torch._C._get_sdp_priority_order() == order
+    finally:
+        torch._C._set_sdp_priority_order(order)
 
 
 def test_results_can_be_kept():

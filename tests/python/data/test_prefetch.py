@@ -110,6 +110,24 @@ def test_a_loader_may_write_its_memory_again_two_batches_later(policy, monkeypat
     assert torch.equal(torch.stack(seen), torch.stack(batches()))
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [3, "words", None],
+        {"ids": torch.empty(0, 4)},
+        torch.ones(2, requires_grad=True),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["no tensors", "an empty one", "a leaf", "a sparse one"],
+)
+def test_batches_of_which_nothing_is_copied_by_the_engine(batch, monkeypatch):
+    engine = adversary("late")
+    with copying_with(engine, monkeypatch):
+        found = list(DevicePrefetcher([batch, torch.ones(3), batch], "cpu"))
+        engine.finish_compute()
+    assert engine.bytes_up == 12 and str([found[0], found[2]]) == str([batch, batch])
+
+
 def test_memory_of_a_batch_that_cannot_be_copied_whole_is_waited_for(monkeypatch):
     class Bad:
         def to(self, device):
@@ -408,3 +426,13 @@ def test_the_state_is_that_of_the_loader_alone(workers, monkeypatch):
             wanted, got = plain.state_dict(), prefetcher.state_dict()
             counted = "_steps_since_snapshot" if workers else "_num_yielded"
             assert got.keys() == wanted.keys() and got[counted] == wanted[counted]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_batches_that_are_on_the_gpu_already_are_passed_on(device):
+    loader = [torch.ones(3, device=device), torch.zeros(0, device=device), 5]
+    found = list(DevicePrefetcher(loader, "cuda"))
+    assert found[0].device.type == "cuda" and found[0].tolist() == [1, 1, 1]
+    assert found[1].shape == (0,) and found[2] == 5

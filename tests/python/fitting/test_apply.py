@@ -38,6 +38,16 @@ def fitted(model, **options):
     return found, batch
 
 
+def test_states_that_hold_bits_of_weights_are_planned_before_the_first_step():
+    found, _ = fitted(Mixed())
+    assert found.optimizer.state  # the fitted optimizer has them
+    begins = found.plan.timeline.spans[0].start
+    kinds = ("optimizer_state", "master_weights")
+    states = [a for a in found.plan.timeline.allocations if a.kind in kinds]
+    held = sum(x.nbytes for state in found.optimizer.state.values() for x in state.values())
+    assert sum(a.bytes for a in states if a.start < begins) == held
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
 )

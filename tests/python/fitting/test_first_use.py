@@ -281,7 +281,7 @@ def test_bytes_by_kind_of_a_ladder_are_near_those_of_plans():
     model, batch = Net(48, 4), (torch.randn(480, 48), torch.randn(480, 48))
     ladder = headroom.ladder(model, batch, loss=mse_loss, allow=("8bit",))
     rungs = ladder.rungs(8)
-    search = ladder.search_for(ladder._search)
+    search = ladder._search_for(ladder._search)
     assert {r["bytes"]["parameters"] for r in ladder.to_json()["rungs"]} == {
         sum(p.nbytes for p in model.parameters())
     }

@@ -163,7 +163,7 @@ def test_levels_that_are_set_have_their_own_predictions():
 def test_leaner_levels_have_the_predictions_of_the_frontier():
     fitted, _ = fitted_to(mean)
     top = max(fitted.reachable, key=lambda point: point.peak)
-    fitted.take(top)
+    fitted._take(top)
     assert (fitted.predicted_peak, fitted.predicted_seconds) == (top.peak, top.seconds)
     if len(fitted.reachable) > 1:
         assert fitted.leaner() and fitted.plan is None

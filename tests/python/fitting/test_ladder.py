@@ -1,15 +1,17 @@
 """headroom.ladder: the points that are shown, the table, the file and the picture."""
 
+import gc
 import itertools
 import random
+import weakref
 from types import SimpleNamespace
 
 import headroom
 import pytest
 import torch
 from headroom._core import drawing
-from headroom._core.frontier_chart import Series, draw_frontier, telling
 from headroom.fitting import Choice
+from headroom.fitting.frontier_chart import Series, draw_frontier, telling
 from headroom.fitting.ladder import Ladder, Rung, distinct
 from headroom.reports import read
 from torch.optim import AdamW, RMSprop
@@ -251,3 +253,19 @@ def test_a_call_that_is_given_a_choice_leaves_the_ladder_as_it_is(made):
     fitted.set_levels(["L5", "L0", "L5"])
     assert ["forward" in vars(block) for block in fitted.model.blocks] == [True, False, True]
     fitted.undo()
+
+
+def test_a_ladder_keeps_no_optimizer_of_a_fit():
+    """Its state would stay on the device. A plan that a ladder has made still gives advice."""
+    model, batch, kept = Repeated(), torch.randn(41, 30), []
+    options = {"loss": lambda output: output.square().mean(), "allow": ("8bit", "bf16")}
+    found = headroom.ladder(model, batch, **options)
+    for point in (found.points[0], found.points[-1]):
+        fitted = headroom.fit(model, batch, budget=int(1.2 * point.peak), ladder=found, **options)
+        assert all(advice.plan.peak_bytes for advice in fitted.plan.advice(1))
+        fitted.step(batch)
+        kept.append(weakref.ref(fitted.optimizer))
+        fitted.undo()
+        del fitted
+    gc.collect()
+    assert [optimizer() for optimizer in kept] == [None, None]

@@ -208,7 +208,7 @@ def test_what_a_ladder_shows():
         "peaks": "predicted",
     }
     with pytest.raises(ValueError, match="ladder was not made by headroom.ladder"):
-        found.search_for(None)
+        found._search_for(None)
 
 
 # ---- arguments ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.fresh import run_fresh
+from helpers.software_device import cannot_run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 3, 17, 65, 130)
@@ -261,6 +262,7 @@ def capture_first():
     return 0
 
 
+@cannot_run("the process that is forked has no software device")
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_first_product_of_a_process_may_be_captured(tmp_path):

@@ -297,6 +297,8 @@ def test_a_pass_takes_4_mib_and_copies_of_the_adapters_beside_its_results():
     )
     small = (4 << 20) + 2 * rank * (rows + cols + m) + 8192
     assert x.nbytes > small  # no copy of it fits
+    if torch.cpu._is_amx_tile_supported():
+        small += 3 << 20  # oneDNN's own, in products by tiles
     results = []
     call = lambda: results.append(lora_linear(x, weight, None, a, b, dropout=0.1))  # noqa: E731
     call()
@@ -440,7 +442,8 @@ def test_norms_of_what_cancels_and_of_many_rows(device):
     q = quantize_matrix(weight)
     exact = (dequantize_matrix(q).double() + b.double() @ a.double()).norm(dim=1)
     torch.testing.assert_close(lora_norms(q, a, b).double(), exact, rtol=3e-6, atol=0)
-    assert peak_of(lambda: lora_norms(q, a, b)) <= (4 << 20) + 3000 * (2 + 1) * 4 + 8192
+    part = (32 + 32 if weight.is_cuda else 4) << 20  # a product's workspace, beside its part
+    assert peak_of(lambda: lora_norms(q, a, b)) <= part + 3000 * (2 + 1) * 4 + 8192
 
 
 def test_norms_refuse_and_compile():

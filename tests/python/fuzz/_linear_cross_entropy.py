@@ -32,22 +32,21 @@ from tests.python.fuzz._c_calls import (
 from tests.python.fuzz._rows import PART, SIZES, Rows, call, matrix, spans, vector
 
 Config = config(
-    ("dtype grad_dtype target_bytes reduction mode round_each_chunk add_to_weight_grads", c_int32),
+    ("dtype grad_dtype target_bytes reduction mode add_to_weight_grads", c_int32),
     ("allow_tf32 allow_reduced_precision_reduction deterministic", c_int32),
     ("ignore_index", c_int64),
     ("label_smoothing softcap z_loss logit_scale", c_double),
-    ("sequence first_class all_classes most_counted", c_int64),
+    ("sequence", c_int64),
     ("workspace_limit", c_size_t),
     ("check_target capability", c_int32),
     ("matrix entropy dentropy", c_void_p),
     ("dentropy_stride", c_int64),
-    sizes=("all_classes",),
 )
 Inputs = struct(
     ("hidden weight", Rows), ("bias target class_weight token_weight denominator", c_void_p)
 )
 Results = struct(
-    ("loss lse lse_low target_logit weighted largest entropy argmax rank", c_void_p),
+    ("loss lse lse_low target_logit largest entropy argmax rank", c_void_p),
     ("mean_logit log_sum_sq_probs", c_void_p),
 )
 Grads = struct(("hidden weight", Rows), ("bias", c_void_p))
@@ -59,11 +58,11 @@ def layer_config(rng: random.Random, rows: int) -> Structure:
     own.grad_dtype = BF16 if own.dtype == BF16 and rng.random() < 0.7 else F32
     own.target_bytes, own.reduction = rng.choice([4, 8]), rng.randrange(3)
     own.mode, own.ignore_index = rng.randrange(3), rng.choice([-100, -1, 0])
-    own.round_each_chunk, own.add_to_weight_grads = rng.randrange(2), rng.randrange(2)
+    own.add_to_weight_grads = rng.randrange(2)
     own.label_smoothing, own.softcap = rng.choice([0.0, 0.1, 1.0]), rng.choice([0.0, 30.0])
     own.z_loss, own.logit_scale = rng.choice([0.0, 1e-4]), rng.choice([1.0, -0.5])
-    own.sequence, own.most_counted = rng.choice([0, rows]), rng.choice([-1, 2])
-    own.workspace_limit, own.check_target = rng.choice([0, 1, 300]), rng.randrange(2)
+    own.sequence, own.check_target = rng.choice([0, rows]), rng.randrange(2)
+    own.workspace_limit = rng.choice([0, 1, 300])
     return own
 
 
@@ -181,26 +180,6 @@ def backward(rng: random.Random, memory: Memory) -> Call:
     return call("hr_linear_cross_entropy_backward", [*arguments, exec_()], written, more)
 
 
-def joined(rng: random.Random, memory: Memory) -> Call:
-    def written(result, factors, out, parts, count, inputs, rows, own, workspace, size, where):
-        numbers = spans(result, 1, 1, 4) + spans(factors, 1, 2, 4)
-        return numbers + _of_rows(out, rows) + spans(workspace, 1, size.value, 1)
-
-    rows, _, classes = sizes_of(rng)
-    own, count, out = layer_config(rng, rows.value), c_int64(rng.choice([1, 2, 3])), Results()
-    own.all_classes = classes.value
-    inputs = inputs_of(rng, memory, own, 1, classes.value)
-    for name in ("loss", "lse", "lse_low", "target_logit", "weighted"):
-        if rng.random() < 0.5:
-            setattr(out, name, memory.take(PART))
-    size = c_size_t(query([rows, Limited(1), Limited(1)], Grads(), own))
-    workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
-    numbers = (vector(rng, memory, F32, 0.7) for _ in range(2))
-    parts = matrix(rng, memory, 4 * count.value, F32)
-    arguments = [*numbers, out, parts, count, inputs, rows, own, workspace, size, exec_()]
-    return call("hr_linear_cross_entropy_join", arguments, written)
-
-
 def asked(rng: random.Random, memory: Memory) -> Call:
     sizes = sizes_of(rng)
     own, wanted = layer_config(rng, sizes[0].value), c_int32(rng.randrange(8))
@@ -210,4 +189,4 @@ def asked(rng: random.Random, memory: Memory) -> Call:
     return made
 
 
-CALLS = (forward, forward, backward, joined, asked)
+CALLS = (forward, forward, backward, asked)

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 from helpers.bits import assert_same_bits, bits
 from helpers.samples import FLOATS
+from helpers.software_device import cannot_run
 
 SHAPES = ((37, 5), (), (1,), (4097,), (64,))
 ORDERS = (2.0, 1.0, 3.0, math.inf)
@@ -82,6 +83,42 @@ def test_empty_gradients(p, device):
     want = norm64(with_empty[:1] + with_empty[2:], p).item()
     assert headroom.clip_grad_norm_(with_empty, 0.5, p).item() == pytest.approx(want)
     assert norm64(with_empty[:1] + with_empty[2:], p).item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+@pytest.mark.parametrize("p", (*ORDERS, 0.0, -1.0, -math.inf))
+def test_empty_gradients_that_are_left_to_torch(p, dtype):
+    """It refuses norms of them of order infinity and of orders below 0."""
+    full, empty = (torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, 0))
+    full.grad, empty.grad = torch.full_like(full, 2), torch.ones_like(empty)
+    alone = copy.deepcopy(full)
+    alone.grad = full.grad.clone()
+    assert headroom.grad_norm([empty, full], p) == headroom.grad_norm([alone], p)
+    assert headroom.clip_grad_norm_([empty, full, empty], 1.0, p) == torch_clip(alone, 1.0, p)
+    assert_same_bits([full.grad], [alone.grad])
+    for norm in (headroom.clip_grad_norm_([empty], 1.0, p), headroom.grad_norm(empty, p)):
+        assert norm == 0 and norm.dtype == dtype.to_real()
+
+
+def test_a_gradient_of_torchs_that_is_given_twice_counts_once():
+    (param,) = parameters((torch.float64,), shapes=((5,),))
+    expected = param.grad.norm()
+    assert headroom.clip_grad_norm_([param, param], 0.5 * expected) == expected
+    torch.testing.assert_close(param.grad.norm(), 0.5 * expected, rtol=1e-5, atol=0)
+
+
+def test_a_generator_that_was_used_before_is_noticed():
+    """As torch does: nothing would be clipped in silence."""
+    params = parameters()
+    for call in (lambda p: headroom.clip_grad_norm_(p, 1.0), headroom.grad_norm):
+        used = (param for param in params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert call(used) > 0
+            assert call([]) == 0
+        with pytest.warns(UserWarning, match="empty generator") as noticed:
+            assert call(used) == 0
+        assert noticed[0].filename == __file__
 
 
 def test_nothing_is_written_where_nothing_is_to_be_clipped(device):
@@ -449,7 +486,10 @@ def test_bad_max_grad_norm_of_a_step(value):
     assert all(torch.equal(bits(p), k) for p, k in zip(params, kept)) and not optimizer.state
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+INDUCTOR = [pytest.mark.slow, cannot_run("Triton's kernels compute nothing there")]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_the_clipping_step_compiles_whole(backend, device):
     torch._dynamo.reset()
     shapes = SHAPES[:3]

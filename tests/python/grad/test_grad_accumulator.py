@@ -430,6 +430,25 @@ def test_a_state_without_sums_loads():
         accumulator.finish()
 
 
+@pytest.mark.parametrize("source", ["live", "snapshot", "own"])
+@pytest.mark.parametrize("host", [False, True])
+def test_loaded_sums_are_nobody_elses(host, source):
+    """The next micro-batch adds to them in place, and finish() divides them."""
+    first, net = with_sums(), model()
+    second = ACCUMULATOR(net, compensated=True, host=host)
+    given = first.state_dict() if source == "live" else copy.deepcopy(first.state_dict())
+    kept = copy.deepcopy([*given["sums"], *given["compensations"]])
+    second.load_state_dict(given)
+    if source == "own":
+        second.load_state_dict(second.state_dict())
+    x, y = batches(2)[2][0]
+    with second.micro_batch(weight=3):
+        mse_loss(net(x), y).backward()
+    second.finish()
+    assert all(param.grad is not None for param in net.parameters())
+    assert_same_bits([*given["sums"], *given["compensations"]], kept)
+
+
 def test_no_state_in_the_middle_of_a_micro_batch():
     accumulator = with_sums()
     saved = accumulator.state_dict()

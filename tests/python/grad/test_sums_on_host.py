@@ -185,6 +185,19 @@ def test_an_engine_that_does_what_a_device_may_do(policy, reads, monkeypatch):
     assert not any(work.copy for queue in engine.queues.values() for work in queue)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_sum_takes_each_slot_several_times(policy, monkeypatch):
+    """Nothing is copied up then, but a slot is free only when it has been copied down."""
+    model, engine = torch.nn.Linear(40, 40, bias=False), adversary(policy)
+    copying_with(monkeypatch, engine)
+    accumulator, x = headroom.GradAccumulator(model, host=HostArena()), torch.randn(4, 40)
+    with accumulator.micro_batch():
+        model(x).square().sum().backward()
+    accumulator.finish()
+    (wanted,) = torch.autograd.grad(model(x).square().sum(), model.weight)
+    assert torch.equal(model.weight.grad, wanted)
+
+
 def test_a_sum_comes_back_to_memory_that_something_still_writes_to(monkeypatch):
     model, engine = torch.nn.Linear(4, 4, bias=False), adversary("up")
     copying_with(monkeypatch, engine)
@@ -226,3 +239,20 @@ def test_no_room_on_the_host():
         run(accumulator, model, 1)
     with pytest.raises(TypeError, match="host is str, wanted a bool or a headroom.HostArena"):
         headroom.GradAccumulator(model, host="yes")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compensated", [False, True])
+def test_sums_of_a_gpu(compensated):
+    models = [Model().cuda() for _ in range(2)]
+    found = []
+    for model, host in zip(models, (False, HostArena())):
+        accumulator = headroom.GradAccumulator(model, compensated=compensated, host=host)
+        for k in range(4):
+            with accumulator.micro_batch():
+                x = torch.full((4, 9), float(k), device="cuda")
+                model(x, rare=k == 2).square().sum().backward()
+        accumulator.finish()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert_same_bits(*found)

@@ -28,7 +28,8 @@ POISON = 0xFF  # NaN, as a float of any size
 class Work:
     def __init__(self, queue, run=None, after=(), copy=None):
         self.queue, self.run, self.copy = queue, run, copy
-        self.after = [ticket for ticket in after if ticket is not None]
+        self.after = [*after]
+        assert None not in self.after, "a device knows no ticket that is None"
         self.is_done = False
         self.number = self.epoch = None  # in the schedule of a clock
         self.sum: int | None = None  # of the source, since the copy may begin
@@ -95,9 +96,9 @@ class Adversary(Engine):
         self._add(Work("compute", after=[ticket]))
 
     def sync(self, ticket):
-        if ticket is not None and ticket.epoch is self._epoch:
+        if ticket.epoch is self._epoch:
             self.schedule.sync(ticket.number)
-        while ticket is not None and not ticket.is_done:
+        while not ticket.is_done:
             self._run_one(self._chosen(ticket))
 
     def finish_compute(self):
@@ -182,7 +183,7 @@ def copying_with(
     the device, too, which takes ``seconds_of`` their bucket, and the loop goes on when these are
     done. What a step on the host asks the device to compute is, too."""
     kind, engines = headroom.optim.Optimizer, paged.engine_of
-    calls_on, step = kind.calls_on, kind._step
+    calls_on, step = kind._calls_on, kind._step
     device_work = {name: getattr(hosted, name) for name in ("note", "compare")}
 
     def deferred(self, *args):
@@ -198,7 +199,7 @@ def copying_with(
         if self.paging is not None and isinstance(engine, Adversary):
             engine.finish_compute()
 
-    kind.calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
+    kind._calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
     if isinstance(engine, Adversary):
         for name, work in device_work.items():
             later = lambda *args, work=work: engine.compute(partial(work, *args))  # noqa: E731
@@ -206,7 +207,7 @@ def copying_with(
     try:
         yield engine
     finally:
-        kind.calls_on, kind._step, paged.engine_of = calls_on, step, engines
+        kind._calls_on, kind._step, paged.engine_of = calls_on, step, engines
         for name, work in device_work.items():
             setattr(hosted, name, work)
 

@@ -11,7 +11,8 @@ namespace
 {
 
 std::atomic<long> made{0};
-std::atomic<long> failing{0}; // the number of the allocation that fails; 0: none
+std::atomic<long> failing{0};       // the number of the allocation that fails; 0: none
+std::atomic<bool> as_device{false}; // with the error of a device's allocator
 std::atomic<long long> live{0};
 std::mutex mutex;
 std::unordered_map<void *, size_t> *sizes = new std::unordered_map<void *, size_t>; // never freed
@@ -33,7 +34,11 @@ struct FailingAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
         // No bytes are no allocation: the default allocator cannot fail at them either.
-        if (bytes > 0 && ++made == failing)
+        const bool fails = bytes > 0 && ++made == failing;
+        if (fails && as_device)
+            throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__},
+                                        "CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0");
+        if (fails)
             CAFFE_ENFORCE(false,
                           "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
                           bytes, " bytes. Error code 12 (Cannot allocate memory)");
@@ -66,6 +71,11 @@ void install(int failing)
 {
     static FailingAllocator allocator;
     c10::SetCPUAllocator(failing ? &allocator : c10::GetDefaultCPUAllocator(), 255);
+}
+
+void fail_as_device(int device)
+{
+    as_device = device;
 }
 
 // Counts from here on, and fails at allocation number `at`.

@@ -58,11 +58,14 @@ class FailingAllocator:
 
 
 @contextlib.contextmanager
-def failing_allocator():
+def failing_allocator(as_device=False):
     """Installs the allocator, which is compiled once in a process, for a block. What has been
-    imported before is not looked at in garbage collections, which then take microseconds."""
+    imported before is not looked at in garbage collections, which then take microseconds.
+
+    It fails with the error of the CPU's allocator, or ``as_device``, of a GPU's."""
     gc.collect()
     gc.freeze()
+    _library().fail_as_device(as_device)
     _library().install(1)
     try:
         yield FailingAllocator()

@@ -47,6 +47,7 @@ class Late(Engine):
             self.sync(ticket)
 
     def sync(self, ticket):
+        assert ticket is not None, "a device knows no ticket that is None"
         for queue in self._queues.values():
             if ticket in [number for number, *_ in queue]:
                 while queue and queue[0][0] <= ticket:

@@ -33,7 +33,8 @@ def made(name, dtype=None, seed=0):
 
 def step(model, optimizer, count=1):
     for _ in range(count):
-        x = torch.randn(8, 5, dtype=next(model.parameters()).dtype)
+        weight = next(model.parameters())
+        x = torch.randn(8, 5, dtype=weight.dtype).to(weight.device)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

@@ -43,6 +43,13 @@ def test_nothing_is_an_empty_tensor(arena):
     assert take(arena, 0).numel() == 0 and arena.bytes == 0
 
 
+@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)])
+def test_sizes_that_are_none(arena, size, error):
+    with pytest.raises(error, match=f"^size is {size!r}, wanted"):
+        take(arena, size)
+    assert arena.bytes == arena.peak == 0 and not arena.memory()
+
+
 def test_torch_does_not_count_a_slab(arena):
     with torch.profiler.profile(profile_memory=True) as profile:
         slab = take(arena, 1 << 20)

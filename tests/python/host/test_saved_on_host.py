@@ -6,6 +6,7 @@ import gc
 import headroom
 import pytest
 import torch
+from headroom._core.recompute import Dropping
 from headroom.host import HostArena, HostMemoryError, default_arena, saved
 from headroom.host.engines import engine_of
 from headroom.host.saved import saved_on_host, trim
@@ -14,7 +15,7 @@ from headroom.nn.steps import LEVELS
 from headroom.retrying.levels import SaveLevels
 from torch import nn
 
-from helpers.dropping import Part, transformer
+from helpers.dropping import WRITTEN_LATE, Part, WrittenLate, gradients_of, transformer
 from helpers.late_engine import Late
 
 CPU = torch.device("cpu")
@@ -301,6 +302,16 @@ def test_views_that_conjugate_or_negate_stay(view):
         assert_same(found(), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_stay():
+    rows = [torch.randn(n, 30) for n in (3, 5)]
+    x = torch.nested.nested_tensor(rows, requires_grad=True)
+    with saved_on_host():
+        y = x * torch.nested.nested_tensor(rows)
+    torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+    assert all(map(torch.equal, x.grad.unbind(), rows))
+
+
 def test_the_memory_is_used_again_and_given_back():
     x = torch.randn(100, 100, requires_grad=True)
     for _ in range(3):
@@ -438,6 +449,32 @@ def test_a_tensor_that_is_changed_before_the_copy_ends_raises(late):
         out.sum().backward()
     late.finish()
     assert late.errors.pop() == "the source was written before it had been copied"
+
+
+def on_host(layer, x):
+    with saved_on_host():
+        return layer(x)
+
+
+def dropped_on_host(layer, x):
+    with saved_on_host(), Dropping() as dropping:
+        return dropping.run(layer.second, layer.function(layer.first(x)), random=True)
+
+
+@pytest.mark.parametrize("run", [on_host, dropped_on_host])
+@pytest.mark.parametrize("name", WRITTEN_LATE)
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_what_an_operation_writes_after_it_saved_it(comes_late, name, run, request):
+    if comes_late:
+        request.getfixturevalue("late")
+    layer = WrittenLate(name, "middle")
+    wanted = gradients_of(lambda layer, x: layer(x), copy.deepcopy(layer))
+    assert_same(gradients_of(run, layer), wanted)
+
+
+def test_a_mask_is_copied_once():
+    x, mask = torch.randn(20, 20, requires_grad=True), torch.ones(20, 20)
+    assert copied_down(lambda: on_host(lambda x: x * mask, x))[0] == mask.nbytes
 
 
 def test_a_storage_that_was_written_leaves_again():

@@ -7,7 +7,8 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom.host import weights as streaming
+from headroom.host import streaming
+from headroom.host.streaming import call, gradients, slots
 from headroom.patching.streaming import STREAM
 from torch import nn
 from torch.nn import functional as F
@@ -21,31 +22,31 @@ WAITS = {  # the class, the method, what it says, and what it says without the w
         *("slot.wait()", "pass"),
     ),
     "memory is free before weights come to it": (
-        *(streaming._Slot, "__init__"),
+        *(slots.Slot, "__init__"),
         *("after=(ready,)", "after=()"),
     ),
     "weights have been read before a call returns": (
-        *(streaming._Call, "lent"),
+        *(call.Call, "lent"),
         *("slot.sync()", "pass"),
     ),
     "weights have been read for who looks into a graph": (
-        *(streaming._Token, "tensor"),
-        *("call.block.stream.settle()", "pass"),
+        *(call.Token, "tensor"),
+        *("stream.settle()", "pass"),
     ),
     "weights have been read when a backward pass ends": (
         *(streaming.Stream, "settle"),
         *("slot.sync()", "pass"),
     ),
     "gradients have been computed before they go down": (
-        *(streaming._Way, "down"),
+        *(gradients.Way, "down"),
         *("after=(computed,)", "after=()"),
     ),
     "gradients have gone down before they are freed": (
-        *(streaming._Arrival, "leave"),
+        *(gradients.Arrival, "leave"),
         *("self._engine.wait(self._ticket)", "pass"),
     ),
     "gradients have arrived before they are used": (
-        *(streaming._Way, "arrive"),
+        *(gradients.Way, "arrive"),
         *("self._arrival.sync()", "pass"),
     ),
     "gradients of a pass that raised are not held any longer": (
@@ -57,7 +58,7 @@ WAITS = {  # the class, the method, what it says, and what it says without the w
         *("self.stream.settle()", "pass"),
     ),
     "weights that nobody used have arrived before a slot is freed": (
-        *(streaming._Slot, "__del__"),
+        *(slots.Slot, "__del__"),
         *("self.sync()", "pass"),
     ),
     "copies of a pass that raised have ended before weights go back": (
@@ -221,7 +222,7 @@ POLICIES = (None, 1, 2)  # as late as it may be, and seeds
 def run(scenario, policy):
     engine = Lagging(policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "engine_of", lambda device: engine)
+        patch.setattr(streaming.Stream, "engine_of", staticmethod(lambda device: engine))
         scenario(engine)
         gc.collect()
         engine.finish()

@@ -168,7 +168,7 @@ def test_adafactor_follows_the_trainers_own(tmp_path):
         made = trainer(tmp_path, optim=name, max_steps=12)
         made.train()
         losses.append(torch.tensor(losses_of(made)))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+    torch.testing.assert_close(*losses, rtol=3e-4, atol=0)
     other = trainer(tmp_path, optim="headroom_adafactor", optim_args="semantics=torch,d=2.0")
     assert other.create_optimizer().param_groups[0]["d"] == 2.0
 

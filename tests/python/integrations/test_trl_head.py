@@ -62,17 +62,19 @@ def package(monkeypatch):
     return trainer.utils
 
 
+SIZES = dict(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
 def llama(**options):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        **options,
-    )
+    config = transformers.LlamaConfig(**SIZES, **options)
     model = transformers.LlamaForCausalLM(config)
     model.lm_head.weight.data *= 20
     return model
@@ -178,6 +180,77 @@ def test_heads_that_are_more_than_a_linear_are_theirs(package):
     scaled = llama(logit_scale=0.5)
     package.add_fused_lm_head(scaled)
     assert scaled(input_ids=ids, labels=labels, fused_lm_head=True) == "theirs"
+
+
+def small(kind, **options):
+    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).train()
+
+
+# Models that do something else to their logits, by whatever name; the last is of one's own.
+class Halves(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits / 2
+        return out
+
+
+OTHERS = {
+    "RecurrentGemma": dict(logits_soft_cap=2.0, lru_width=32, block_types=["recurrent"]),
+    "Cohere": dict(logit_scale=0.1),
+    "Granite": dict(logits_scaling=4.0),
+    "xLSTM": dict(output_logit_soft_cap=5.0, num_heads=2),
+    "HyperCLOVAX": dict(logits_scaling=0.3),
+    "Halves": dict(),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_logits_that_are_changed_by_any_name_are_theirs(package, kind):
+    trl.register()
+    if kind == "Halves":
+        model = Halves(llama().config)
+    else:
+        model = small(kind, **OTHERS[kind])
+    ids, labels = batch()
+    package.add_fused_lm_head(model)
+    assert model(input_ids=ids, labels=labels, fused_lm_head=True) == "theirs"
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("Gemma2", dict(final_logit_softcapping=0.5, head_dim=16)),
+        ("Granite", dict(logits_scaling=1.0)),
+        ("Cohere", dict(logit_scale=1.0)),
+        ("OPT", dict(dropout=0.0, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32)),
+        (
+            "Qwen3Moe",
+            dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, head_dim=16),
+        ),
+    ],
+)
+def test_logits_that_are_those_of_the_head_are_ours(package, kind, options):
+    trl.register()
+    model = small(kind, **options)
+    ids, labels = batch()
+    want = expected(model, ids, labels)
+    package.add_fused_lm_head(model)
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    torch.testing.assert_close(found.log_probs, want["log_probs"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_probe_leaves_the_model_and_generators_as_they_were(package):
+    trl.register()
+    model = llama().to("meta")
+    model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    state = torch.get_rng_state()
+    assert trl.returns_logits(model, model.model, model.lm_head, None)
+    assert not trl.returns_logits(model, model.model, model.lm_head, 30.0)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_copy_calls_its_own_weights(package):

@@ -33,7 +33,6 @@ def test_the_first_that_is_no_class_is_named(value, dtype, device):
         {"reduction": "none"},
         {"accumulate_into_grad": True},
         {"mode": "vocabulary", "workspace": 1},
-        {"max_counted": ROWS},
     ):
         with pytest.raises(RuntimeError, match=message(5, value)):
             headroom.linear_cross_entropy(hidden, weight, target, check_target=True, **options)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from headroom import memory
+from headroom.memory import checks
 from headroom.memory.collecting import no_collections
 from torch import nn
 
@@ -304,3 +305,27 @@ def test_marker_with_wrong_arguments(pytester):
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*limit is '2 GiBs', wanted a number of bytes*"])
+
+
+def test_growth_on_a_gpu_is_seen_where_no_device_is_named(monkeypatch):
+    sizes = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(checks, "_allocated_on_gpus", lambda *_: [500, next(sizes)])
+    with pytest.raises(checks.GrowthError, match="left .* behind on cuda:1"):
+        memory.assert_no_growth(lambda: None)
+    with pytest.raises(checks.PeakMemoryError, match="were live at once on cuda:1"):
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: None)
+        with memory.assert_peak_below(999):
+            pass
+    memory.assert_no_growth(lambda: None, device="cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_grows():
+    kept = []
+    with pytest.raises(checks.GrowthError, match="behind on cuda:0"):
+        memory.assert_no_growth(lambda: kept.append(torch.empty(5000, device="cuda")))
+    with pytest.raises(checks.PeakMemoryError, match="on cuda:0"), memory.assert_peak_below("1 MB"):
+        torch.empty(10**6, device="cuda")
+    with memory.assert_peak_below("5 MB"):
+        torch.empty(10**6, device="cuda")

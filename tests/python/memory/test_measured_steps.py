@@ -125,3 +125,24 @@ def test_nothing_is_measured(how, monkeypatch):
     assert training.measured.peak is None and training.measured.count == 2
     training.whole(7)
     assert training.measured.seconds == 7
+
+
+def test_on_cuda_what_a_budget_bounds_is_measured(monkeypatch):
+    """A prediction is of all that the process takes: what the allocator has reserved, and the
+    context. What the first step leaves in the allocator is there in the second, as planned."""
+    calls = []
+    fake = types.SimpleNamespace(
+        synchronize=lambda device: None,
+        empty_cache=lambda: calls.append("empty_cache"),
+        reset_peak_memory_stats=lambda device: calls.append("reset"),
+        max_memory_reserved=lambda device: 1000,
+        max_memory_allocated=lambda device: 700,
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    model = nn.Linear(3, 3)
+    measured = FirstSteps(model, None, torch.device("cuda"), context=400)
+    for _ in range(2):
+        measured.step_began()
+        measured.step_ended()
+        measured.pause()
+    assert measured.peak == 1400 and calls == ["empty_cache", "reset", "reset"]

@@ -211,6 +211,42 @@ def test_dropout_by_a_mask(save, device):
     assert torch.equal(other, block.run(block.fused(save=save))["y"])
 
 
+@pytest.mark.parametrize("save", SAVES)
+def test_each_tile_drops_by_a_seed_of_its_own(save, device):
+    """Tile number k is a call on its rows, with the seeds plus k; sums are those of the tiles."""
+    block = Block("biases", torch.float32, device, shape=(15,), dropout=DROPPED)
+    drawn = Block.adapters.__get__(block)
+    tiled, total = block.run(block.fused(save=save, tile_tokens=5)), {}
+    x, dy = block.tensors["x"], block.dy
+    for k in range(3):
+        rows = slice(5 * k, 5 * k + 5)
+        block.tensors["x"], block.dy = x[rows], dy[rows]
+        block.adapters = lambda t, k=k: {
+            n: replace(o, seed=o.seed + k) for n, o in drawn(t).items()
+        }
+        for name, value in block.run(block.fused(save=save)).items():
+            if name in ("y", "x"):
+                assert torch.equal(value, tiled[name][rows]), name
+            else:
+                total[name] = value + total.get(name, 0)
+    for name, value in total.items():
+        torch.testing.assert_close(tiled[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_many_tiles_are_added_in_float32(device):
+    """A sum in 16 bits no longer grows when it is 256 times as large as what is added."""
+    block = Block("relu", torch.bfloat16, device, shape=(600,))
+    for name, tensor in block.tensors.items():
+        rows = tensor[:1].expand(tensor.shape) if name == "x" else tensor
+        block.tensors[name] = rows.to(torch.bfloat16).clone()
+    block.dy = block.dy[:1].expand(block.dy.shape).clone()
+    whole, tiled = (block.run(block.fused(tile_tokens=tile)) for tile in (600, 1))
+    for name, value in whole.items():
+        torch.testing.assert_close(
+            tiled[name], value, rtol=0.02, atol=0.01 * value.abs().max().item(), msg=name
+        )
+
+
 @pytest.mark.parametrize("shape", ((0,), (2, 0), (1,), ()))
 @pytest.mark.parametrize("base", BASES)
 def test_few_rows(base, shape, device):

@@ -292,6 +292,7 @@ def test_no_tokens():
 # ---- On a GPU --------------------------------------------------------------------------------
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -172,8 +172,10 @@ def test_weights_of_16_bits(semantics, mode, device):
         reference.step()
     weights = headroom.optim.master_weights(optimizer)
     for p, q in zip(start16, wide):
-        if mode.get("master") in ("f32", "remainder16"):
+        if mode.get("master") in ("f32", "remainder16") and device == "cpu":
             assert_same_bits([weights[p]], [q])
+        elif mode.get("master") in ("f32", "remainder16"):  # on a GPU sums take another order
+            torch.testing.assert_close(weights[p], q.detach(), rtol=1e-5, atol=0)
         else:
             bits_kept = 7 if mode == {"rounding": "stochastic"} else 13
             atol = 20 * 2.0**-bits_kept * max(q.abs().max().item(), 1e-2)

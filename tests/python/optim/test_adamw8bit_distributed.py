@@ -190,7 +190,7 @@ def in_flight(rank):
     net = sharded(offload_policy=ON_HOST)
     optimizer = ADAMW8BIT(net.parameters(), **OPTIONS)
     headroom.release_gradients(net, optimizer, bucket_bytes=0)
-    events, prepared_part = [], ADAMW8BIT.prepared_part
+    events, prepared_part = [], ADAMW8BIT._prepared_part
     stream = SimpleNamespace(synchronize=lambda: events.append("waits"))
 
     def steps(self, *arguments):
@@ -200,7 +200,7 @@ def in_flight(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_pinned", lambda self: True)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-        patch.setattr(ADAMW8BIT, "prepared_part", steps)
+        patch.setattr(ADAMW8BIT, "_prepared_part", steps)
         backward(net, 0)
     assert events == ["waits", "steps"] * len(list(net.parameters()))
 

@@ -444,16 +444,16 @@ def test_an_error_on_the_thread_surfaces_and_names_the_parameter(monkeypatch):
     optimizer = small(model)
     hosted_step(optimizer)
     modes.train(model, optimizer, range(2))
-    calls_on = optimizer.calls_on
+    calls_on = optimizer._calls_on
 
     def broken():
         raise RuntimeError("params[0] is broken")
 
-    optimizer.calls_on = lambda *args: [(bucket, broken) for bucket, _ in calls_on(*args)]
+    optimizer._calls_on = lambda *args: [(bucket, broken) for bucket, _ in calls_on(*args)]
     with pytest.raises(RuntimeError, match=r"params\[0\] is broken; index 0 is parameter") as info:
         modes.train(model, optimizer, [2])
     assert "broken" in [entry.name for entry in info.traceback]
-    del optimizer.calls_on
+    del optimizer._calls_on
     modes.train(model, optimizer, [2])
     ordinary = modes.build(torch.bfloat16)
     plain = small(ordinary)

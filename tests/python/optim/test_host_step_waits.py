@@ -136,7 +136,7 @@ def releases_behind_the_device(engine):
     hosting = hosted_step(optimizer, bucket_bytes=1 << 16)
     modes.train(model, optimizer, range(2))
     handle = headroom.release_gradients(model, optimizer, bucket_bytes=2000)
-    prepared, put = optimizer.prepared_part, hosting._put
+    prepared, put = optimizer._prepared_part, hosting._put
     read, weights = [], []
 
     def read_after(turn, part, step):
@@ -151,7 +151,7 @@ def releases_behind_the_device(engine):
             engine.compute(partial(param.grad.copy_, grad))
         return prepared(index, params, scalars)
 
-    optimizer.prepared_part, hosting._put = late, read_after
+    optimizer._prepared_part, hosting._put = late, read_after
     optimizer.zero_grad()
     modes.loss_of(model, modes.batch(2)).backward()
     optimizer.step()

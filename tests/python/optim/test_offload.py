@@ -14,8 +14,8 @@ from headroom.amp import GradScaler
 from headroom.host import HostArena, HostMemoryError, default_arena
 from headroom.host.arena import in_arena
 from headroom.memory.cpu import CpuRecorder
-from headroom.optim import Adafactor, AdamW, AdamW8bit, offload
-from headroom.param_states.paging import parts
+from headroom.optim import SGD, Adafactor, AdamW, AdamW8bit, offload
+from headroom.param_states.paging import handle, parts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -130,6 +130,81 @@ def test_moments_do_not_take_micro_batches_of_paged_states():
 
 def test_parameters_come_late_freeze_and_stay_without_gradients():
     assert_train_alike(alike.without_mix, alike.with_mix_later)
+
+
+@pytest.mark.parametrize("budget", [None, 6000])
+@pytest.mark.parametrize("bucket_bytes", [None, 512])
+@pytest.mark.parametrize("late", ["all", "large", "added"])
+def test_parameters_larger_than_a_slot_come_late(late, bucket_bytes, budget):
+    """Slots were chosen for those that there were: for a norm, or for none."""
+
+    def make(model):
+        model.requires_grad_(False)
+        model.norm.requires_grad_(late != "all")
+        params = model.norm if late == "added" else model
+        return AdamW(params.parameters(), lr=1e-2)
+
+    def loop(model, optimizer):
+        if late != "all":
+            modes.train(model, optimizer, [0])
+        model.requires_grad_(True)
+        if late == "added":
+            own = {*model.norm.parameters()}
+            optimizer.add_param_group({"params": [p for p in model.parameters() if p not in own]})
+        modes.train(model, optimizer, range(1, 4))
+
+    _, optimizer = assert_train_alike(make, loop, bucket_bytes=bucket_bytes, budget=budget)
+    memory = optimizer.offload_handle.memory()
+    assert 0 < memory.ring < memory.host
+    assert budget is None or memory.ring + memory.resident <= max(budget, 3 * 512 * 20)
+
+
+def test_a_momentum_that_returns_finds_slots():
+    def loop(model, optimizer):
+        for step, momentum in enumerate([0, 0.9, 0.9]):
+            optimizer.param_groups[0]["momentum"] = momentum
+            modes.train(model, optimizer, [step])
+
+    assert_train_alike(lambda model: SGD(model.parameters(), lr=0.1), loop, bucket_bytes=None)
+
+
+@pytest.mark.parametrize("begins", [0, 2])
+@pytest.mark.parametrize("what, budget", [("state", None), ("state", 16_000), ("step", None)])
+def test_a_model_that_moves_to_another_device(what, budget, begins, monkeypatch):
+    """The states in the arena move to memory for the copies of that device. Here it has no more of
+    its own than an engine, and nothing that was chosen or made for it."""
+    ordinary, paged = pair("adamw8bit-remainder16")
+    # On the CPU, where host and device are one, a step there is a step here.
+    monkeypatch.setattr(handle, "is_stepped_there", lambda optimizer, what: what == "step")
+    offload(paged[1], what, budget=budget, host=HostArena())
+    for model, optimizer in (ordinary, paged):
+        modes.train(model, optimizer, range(begins))
+    paged[1].paging._rings.clear()
+    paged[1].paging._slots.clear()
+    with copying_with(adversary("late")) as engine:
+        for model, optimizer in (ordinary, paged):
+            modes.train(model, optimizer, range(begins, begins + 3))
+        paged[1].offload_handle.wait()
+        assert_same_run(ordinary, paged)
+        assert engine.bytes_up > 0 and engine.bytes_down > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("what, budget", [("state", None), ("state", "200 KiB"), ("step", None)])
+@pytest.mark.parametrize("begins", [0, 2])
+def test_a_model_that_moves_to_a_gpu_and_back(begins, what, budget):
+    ordinary, paged = pair("adamw8bit-remainder16")
+    offload(paged[1], what, budget=budget, host=HostArena())
+    modes.train(*ordinary, range(6))
+    for steps, device in ((range(begins), "cpu"), (range(begins, 4), "cuda"), (range(4, 6), "cpu")):
+        paged[0].to(device)
+        for step in steps:
+            paged[1].zero_grad()
+            modes.loss_of(paged[0], modes.batch(step).to(device)).backward()
+            paged[1].step()
+    for left, right in zip(ordinary[0].parameters(), paged[0].parameters()):
+        torch.testing.assert_close(left, right, rtol=0.1, atol=0.01)
 
 
 def test_writes_between_steps_count():
@@ -462,7 +537,7 @@ def test_a_failure_at_every_call_of_the_engine(error):
         with copying_with(Failing(k, lambda: error("failed"))) as engine:
             optimizer.paging._rings.clear()
             for home in optimizer.paging._homes.values():
-                home._engine = engine
+                home.engine = engine
             try:
                 optimizer.step()
             except error:

@@ -44,14 +44,14 @@ WAITS = {  # the method, what it says, and what it says without the wait
     "a state has arrived before it is stepped": (
         ring.Run,
         "step",
-        "self._engine.wait(self._arrived[index])",
+        "self._engine.wait(ticket)",
         "pass",
     ),
     "a state is stepped before it is stored": (
         ring.Piece,
         "store",
-        "[engine.mark()]",
-        "[]",
+        "(computed,)",
+        "()",
     ),
     "memory that is lent again is free before a slot in it is filled": (
         ring.Ring,
@@ -171,7 +171,7 @@ def moves(engine):
     before = optimizer.paging._homes[param]
     entry = optimizer.state[param]
     entry["exp_avg"] = entry["exp_avg"].float()  # another form
-    optimizer.entry(param, optimizer.param_groups[0])
+    optimizer._entry(param, optimizer.param_groups[0])
     assert before.written is None or before.written.is_done
 
 
@@ -242,7 +242,7 @@ def is_lent_memory(engine):
 def fails(engine):
     """A step that raises while copies for the pieces after it are on their way."""
     model, optimizer = trained(steps=2)
-    calls = optimizer.calls_on
+    calls = optimizer._calls_on
 
     def failing(*args):
         found = calls(*args)
@@ -251,11 +251,11 @@ def fails(engine):
     def broken():
         raise RuntimeError("broken")
 
-    optimizer.calls_on = failing
+    optimizer._calls_on = failing
     with pytest.raises(RuntimeError, match="broken"):
         modes.train(model, optimizer, range(2, 3))
     assert not engine.queues["up"]
-    del optimizer.calls_on
+    del optimizer._calls_on
     modes.train(model, optimizer, range(2, 3))
     assert_equal(contents(model, optimizer.state_dict()["state"]), wanted(3))
 

@@ -87,7 +87,7 @@ def test_a_failed_step_changes_nothing_and_the_next_works(change, words, steps_b
     twins.random_grads()
     if steps_before == 0:
         for p in params:  # what a first step would make
-            optimizer.entry(p, optimizer.param_groups[0])
+            optimizer._entry(p, optimizer.param_groups[0])
     entries = {p: dict(optimizer.state[p]) for p in params}
     values = {p: {k: v.clone() for k, v in entry.items()} for p, entry in entries.items()}
     datas, grads, options = (

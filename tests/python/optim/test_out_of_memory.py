@@ -128,3 +128,33 @@ def test_a_skipped_step_is_counted_once():
                 break
             number += 1
     assert number > 2
+
+
+def normed(x):
+    headroom.functional.rms_norm(x, torch.ones(8))
+
+
+def stepped(x):
+    """A tensor with gaps, of which the op makes a copy."""
+    param, grad = x[:, :6], torch.ones(8, 6)
+    headroom.functional.accumulate_([param], [grad])
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("call", [normed, stepped])
+def test_ops_raise_the_error_of_a_device_that_loops_catch(call, context):
+    number = 1
+    with failing_allocator(as_device=True) as allocator, context():
+        while True:
+            x, error = torch.zeros(8, 8), None
+            with allocator.failing_at(number):
+                try:
+                    call(x)
+                except BaseException as raised:
+                    error = raised
+            if error is None:
+                break
+            assert type(error) is torch.OutOfMemoryError, repr(error)
+            assert "Tried to allocate 2.00 KiB" in str(error)
+            number += 1
+    assert number > 1

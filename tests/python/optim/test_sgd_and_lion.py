@@ -96,6 +96,40 @@ def test_a_state_without_a_buffer_is_that_of_before_the_first_step():
     assert optimizer.state[param]["step"] == 0
 
 
+@pytest.mark.parametrize("offload", [None, "state"])
+@pytest.mark.parametrize("cls", [SGD, SGD8bit])
+@pytest.mark.parametrize("source", [torch.optim.SGD, SGD])
+def test_momentum_may_return_after_a_load_without_it(source, cls, offload):
+    """The buffer of before goes on, with its dampening, as in a run of torch's that was not
+    loaded."""
+    theirs, ours = params(), params()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    saved, reference = source(theirs, **options), torch.optim.SGD(params(), **options)
+    optimizer = cls(ours, offload=offload, **options)
+    for each in (saved, reference):
+        run(each, each.param_groups[0]["params"], range(2))
+        each.param_groups[0]["momentum"] = 0
+    optimizer.load_state_dict(saved.state_dict())
+    for param, other in zip(ours, theirs):
+        param.data.copy_(other)
+    for each in (optimizer, reference):
+        run(each, each.param_groups[0]["params"], range(2, 4))
+        each.param_groups[0]["momentum"] = 0.9
+        run(each, each.param_groups[0]["params"], range(4, 6))
+    for param, other in zip(ours, reference.param_groups[0]["params"]):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_buffer_that_is_not_used_moves_to_the_device_of_its_parameter():
+    """torch's loader moves it, too."""
+    with torch.device("meta"):
+        param = torch.nn.Parameter(torch.ones(3))
+    optimizer = SGD([param], lr=0.1)
+    entry = {"momentum_buffer": torch.ones(3)}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: entry}})
+    assert optimizer.state[param]["momentum_buffer"].is_meta
+
+
 @pytest.mark.parametrize("cls, options", [(SGD, {}), (SGD8bit, EIGHT_BIT)])
 def test_momentum_may_end(cls, options):
     """As with torch's, the buffers stay, and are not used."""

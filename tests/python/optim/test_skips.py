@@ -149,6 +149,7 @@ def test_captured_steps_are_counted():
     for p in params:
         p.grad = torch.ones_like(p)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         optimizer.step()
     torch.cuda.current_stream().wait_stream(side)

@@ -82,6 +82,49 @@ def test_a_cache_where_gradients_are_taken(name, save):
     )
 
 
+SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, pad_token_id=0)
+HEADS_OF_8 = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SHARED = dict(
+    num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8,
+)  # fmt: skip
+# Models whose caches have layers that hold nothing, or whose layers keep states in themselves.
+WITHOUT_STATES = {
+    "Gemma3nText": SMALL | HEADS_OF_8 | SHARED | dict(
+        intermediate_size=[48] * 4, activation_sparsity_pattern=[0.0] * 4, laurel_rank=8,
+        altup_num_inputs=2,
+    ),
+    "Gemma4Text": SMALL | HEADS_OF_8 | SHARED | dict(global_head_dim=8),
+    "NemotronH": SMALL | HEADS_OF_8 | dict(
+        layers_block_type=["mamba", "mlp", "attention", "moe"], ssm_state_size=8, mamba_num_heads=4,
+        mamba_head_dim=16, n_groups=1, n_routed_experts=4, num_experts_per_tok=2, chunk_size=8,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=16,
+    ),
+    "RecurrentGemma": SMALL | HEADS_OF_8 | dict(
+        num_hidden_layers=3, lru_width=32, attention_window_size=8, conv1d_width=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["L5", "every", "told"])
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_layers_without_keys_and_values(name, way):
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{name}Config")(**WITHOUT_STATES[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    other = copy.deepcopy(model)
+    if way == "every":
+        headroom.checkpoint_every(other, verify=True)
+    else:
+        headroom.patch(other, "L5", norms=False, glu=False)
+    ids = tokens()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    other(ids, labels=ids, **({"use_cache": True} if way == "told" else {})).loss.backward()
+    torch.testing.assert_close(
+        [p.grad for p in other.parameters()], [p.grad for p in model.parameters()]
+    )
+
+
 def test_transformers_may_checkpoint_too():
     model, ids = model_of("Olmo2"), tokens()
     other = patched(model)

@@ -63,15 +63,20 @@ def assert_close(got, wanted):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5)
 
 
+def take_varlen(model, save):
+    """Lets attention go by sequences: of the model itself, or of the patched one."""
+    if save is None:
+        model.set_attn_implementation(register_attention())
+    else:
+        headroom.patch(model, save)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("save", [None, "L1", "L5"])
 def test_sequences_do_not_see_each_other(name, save, patterns):
     model = model_of(name)
     wanted = apart(model, name)
-    if save is None:
-        model.set_attn_implementation(register_attention())
-    else:
-        headroom.patch(model, save)
+    take_varlen(model, save)
     got = run(model, name, input_ids=IDS, position_ids=POSITIONS, **PACKED.get(name, {}))
     assert_close(got, wanted)
     assert len(patterns) >= 2
@@ -91,6 +96,81 @@ def test_rows_of_their_own(patterns):
     headroom.patch(model, "L1")
     assert_close(run(model, "Llama", input_ids=ids, position_ids=positions), wanted)
     assert patterns[0].cu_seqlens.tolist() == [0, 20, 32, 40, 70, 80]
+
+
+ONES = {
+    "int64": torch.ones_like(IDS),
+    "bool": torch.ones_like(IDS).bool(),
+    "float32": torch.ones(IDS.shape),
+    "numbers of documents": torch.arange(1, 5).repeat_interleave(torch.tensor(LENGTHS))[None],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Bert"])
+@pytest.mark.parametrize("save", [None, "L1"])
+def test_a_mask_of_ones_says_nothing(name, save, patterns):
+    """As for flash attention. Nor does a cache, which a model makes for itself."""
+    model = model_of(name)
+    wanted = apart(model, name)
+    take_varlen(model, save)
+    for mask in ONES.values():
+        got = run(model, name, input_ids=IDS, position_ids=POSITIONS, attention_mask=mask)
+        assert_close(got, wanted)
+    with torch.no_grad():
+        for mask in (None, ONES["int64"]):
+            logits = model(input_ids=IDS, position_ids=POSITIONS, attention_mask=mask).logits
+            torch.testing.assert_close(logits, wanted[0], rtol=1e-4, atol=3e-5)
+    assert patterns and all(p.cu_seqlens.tolist() == ENDS.tolist() for p in patterns)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
+@pytest.mark.parametrize("fill", [0, 1, 7])
+def test_padding_beside_sequences(name, fill, patterns):
+    """At the left and at the right, in rows of their own; the positions of padding say nothing."""
+    model = model_of(name)
+    wanted = apart(model, name)[0][0]
+    headroom.patch(model, "L1")
+    positions = torch.full((2, 46), fill)
+    mask, ids = torch.zeros(2, 46), torch.zeros(2, 46).long()
+    for row, at in ((0, slice(6, 46)), (1, slice(0, 40))):
+        positions[row, at], ids[row, at], mask[row, at] = POSITIONS[0], IDS[0], 1
+    with torch.no_grad():
+        got = model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+        ).logits
+    torch.testing.assert_close(got[0, 6:], wanted, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(got[1, :40], wanted, rtol=1e-4, atol=3e-5)
+    assert not patterns
+
+
+def test_masks_of_pairs_say_all():
+    """Whatever the positions are, as those of sequences that share their beginning."""
+    model = model_of("Llama")
+    pairs = torch.ones(40, 40).tril().bool()[None, None]
+    batch = dict(input_ids=IDS, position_ids=POSITIONS, attention_mask=pairs)
+    wanted = run(model, "Llama", **batch)
+    model.set_attn_implementation(register_attention())
+    assert torch.equal(run(model, "Llama", **batch)[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    "positions, mask, wanted",
+    [
+        ([0, 1, 2, 0, 1], None, [0, 0, 0, 1, 1]),
+        ([5, 6, 0, 1, 2], None, [0, 0, 1, 1, 1]),  # the rest of a sequence that was cut
+        ([2, 3, 2, 3, 4], None, [0, 0, 1, 1, 1]),  # RoBERTa's begin at 2
+        ([0, 1, 7, 8, 9], None, None),  # a context that is stretched
+        ([3, 4, 5, 6, 7], None, None),
+        ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], None),
+        ([0, 1, 2, 0, 0], [1, 1, 1, 0, 0], None),
+        ([1, 0, 1, 0, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]),
+        ([], None, None),
+    ],
+)
+def test_where_positions_begin_anew(positions, mask, wanted):
+    mask = None if mask is None else torch.tensor([mask])
+    found = attention.sequences_of(torch.tensor([positions]), mask)
+    assert (None if found is None else found[0].tolist()) == wanted
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])

@@ -1,18 +1,23 @@
 """Weights that stream: the same bits as without, whatever keeps, wraps or changes a model."""
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
+import threading
+import time
 
 import headroom
 import pytest
 import torch
 from headroom.host import HostArena, HostMemoryError
-from headroom.host import weights as streaming
+from headroom.host.streaming import Stream
 from headroom.nn.steps import LEVELS
 from headroom.patching.streaming import STREAM
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers.dropping import Part, transformer
@@ -32,7 +37,7 @@ def arena():
 @pytest.fixture(params=["inline", "late", "random 1"])
 def engine(request, monkeypatch):
     if request.param == "inline":
-        yield streaming.engine_of(torch.device("cpu"))
+        yield Stream.engine_of(torch.device("cpu"))
         return
     seed = request.param.removeprefix("random ")
     yield from _lagging(monkeypatch, None if seed == "late" else int(seed))
@@ -45,7 +50,7 @@ def lagging(monkeypatch):
 
 def _lagging(monkeypatch, seed):
     engine = Lagging(seed)
-    monkeypatch.setattr(streaming, "engine_of", lambda device: engine)
+    monkeypatch.setattr(Stream, "engine_of", staticmethod(lambda device: engine))
     yield engine
     gc.collect()
     engine.finish()
@@ -251,6 +256,27 @@ def test_autocast_keeps_no_casts(level, engine):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 1, 2), (0, 1, 0, 1)])
+def test_autocast_casts_each_use_of_a_weight(order):
+    """As without its cache, which casts a weight once and adds the gradients in 16 bits."""
+    x, results = x_of(5, 8), []
+    for weights in (None, "host"):
+        model = Tower(*order).eval()
+        for block in model.blocks:
+            block.first.weight = block.second.weight = nn.Parameter(torch.eye(20)[:8])
+            block.forward = functools.partial(twice, block)
+        headroom.patch(model, weights=weights, norms=False)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=weights is not None):
+            loss = model(x).square().sum()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert_same(*results)
+
+
+def twice(block, x):
+    return x + F.linear(F.linear(x, block.first.weight.t()), block.second.weight)
+
+
 @pytest.mark.parametrize("cast", [False, True])
 def test_no_graph_holds_weights_or_casts_of_them(cast):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4)])
@@ -285,6 +311,76 @@ def test_evaluation_between_steps(context, engine):
                     p.data.mul_(0.5)  # no version counts it
             results.append([before.clone(), *found, model(IDS).clone()])
     assert_same(*results)
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def test_a_thread_in_the_middle_of_a_block_has_its_own_weights(engine):
+    """Another one evaluates and trains meanwhile, and sees the parameters of the model."""
+    x, y = x_of(5, 8), x_of(3, 8)
+    model, wanted = Tower().eval(), Tower().eval()
+    headroom.patch(model, weights="host", norms=False)
+    params = [*model.parameters()]
+    inside, others_are_done = threading.Event(), threading.Event()
+
+    def wait(module, _):
+        if threading.current_thread() is thread:
+            inside.set()
+            assert others_are_done.wait(20)
+            assert any(p is not q for p, q in zip(model.parameters(), params, strict=True))
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run_and_differentiate(model, x)))
+    handle = model.blocks[1].second.register_forward_pre_hook(wait)
+    thread.start()
+    assert inside.wait(20)
+    assert all(p is q for p, q in zip(model.parameters(), params, strict=True))
+    assert_same([*model.state_dict().values()], [*wanted.state_dict().values()])
+    assert copy.deepcopy(model.blocks[1]).second.weight.is_leaf
+    with torch.no_grad():
+        before = model(y).clone()
+    assert_same(run_and_differentiate(model, y), run_and_differentiate(wanted, y))
+    assert torch.equal(before, wanted(y))
+    others_are_done.set()
+    thread.join()
+    handle.remove()
+    assert_same(found[0], run_and_differentiate(wanted, x))
+    assert all(type(m._parameters) is dict for m in model.modules())
+
+
+def run_and_differentiate(model, x):
+    out = model(x)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [*model.parameters()])]
+
+
+@pytest.mark.parametrize("level", [None, "L5", "L2@host"])
+def test_threads_evaluate_and_train_beside_each_other(level):
+    models = [transformer(level or "L0").eval() for _ in range(2)]
+    if level is None:
+        models = [Tower().eval() for _ in range(2)]
+    headroom.patch(models[1], save=level, weights="host", norms=False)
+    inputs = [IDS[:, k : k + 7] if level else x_of(5, 8) * k for k in range(1, 4)]
+    wanted = [run_and_differentiate(models[0], x) for x in inputs]
+    found = [[] for _ in inputs]
+
+    def work(k):
+        for turn in range(12):
+            if (turn + k) % 2:
+                found[k].append(run_and_differentiate(models[1], inputs[k]))
+            else:
+                with torch.inference_mode():
+                    found[k].append([models[1](inputs[k])])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for some, one in zip(found, wanted):
+        assert len(some) == 12
+        for each in some:
+            assert_same(each, one[: len(each)])
 
 
 # ---- frozen weights ------------------------------------------------------------------------------
@@ -389,6 +485,23 @@ def test_gradients_and_weights_are_in_the_arena(arena):
     model.zero_grad()
     loss_of(model, IDS).mul(3).backward()
     assert torch.equal(held, before)  # who holds a gradient keeps it
+
+
+def test_gradients_that_are_there_stay():
+    """Blocks take in parameters that train already, and those that took others' places later."""
+    model = transformer()
+    loss_of(model, IDS).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    headroom.patch(model, weights="host")
+    assert_same([p.grad for p in model.parameters()], wanted)
+    down = model.blocks[1].mlp.down
+    down.weight = nn.Parameter(down.weight.detach().clone())
+    down.weight.grad = torch.ones_like(down.weight)
+    with torch.no_grad():
+        model(IDS)
+    assert torch.equal(down.weight.grad, torch.ones_like(down.weight))
+    headroom.unpatch(model)
+    assert torch.equal(down.weight.grad, torch.ones_like(down.weight))
 
 
 def test_a_state_dict_is_whole_and_loads(engine):
@@ -745,3 +858,69 @@ def under_fsdp(rank):
 def test_two_ranks(ranks):
     ranks(under_ddp)
     ranks(under_fsdp)
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_blocks_compute_where_the_rest_of_the_model_goes():
+    model, x = Tower(), x_of(5, 8)
+    model.head = nn.Linear(8, 8)
+    headroom.patch(model, weights="host", norms=False)
+    wanted = model.eval()(x)
+    file = io.BytesIO()
+    torch.save(model.cuda(), file)
+
+    def assert_on(device, model):
+        assert {vars(block)[STREAM].device.type for block in model.blocks} == {device}
+        torch.testing.assert_close(model(x.to(device)).cpu(), wanted)
+        headroom.unpatch(model)
+        assert {p.device.type for p in model.parameters()} == {device}
+
+    for mapped, device in ((None, "cuda"), ("cpu", "cpu")):
+        file.seek(0)
+        assert_on(device, torch.load(file, map_location=mapped, weights_only=False))
+    assert_on("cuda", copy.deepcopy(model))
+    assert_on("cpu", copy.deepcopy(model).cpu())
+    assert_on("cpu", copy.deepcopy(model).to("cpu", torch.float64).float())
+    assert_on("cuda", copy.deepcopy(model).cpu().cuda().float())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("slow", [False, True])
+def test_gradients_do_not_pile_up_where_the_host_is_slow(slow, arena):
+    """A plan knows how many blocks' gradients are on the host at once."""
+    model, x = Tower(*range(4), *range(4)).cuda(), x_of(5, 8).cuda()
+    model.blocks.extend(Part().cuda() for _ in range(6))
+    model.order = range(10)
+    optimizer = headroom.optim.AdamW(model.parameters())
+    options = {"forward": loss_of, "weights": "host", "release": 1}
+    wanted = headroom.plan(model, optimizer, x, **options).host_peak_bytes
+    headroom.patch(model, weights="host", norms=False, host=arena)
+    for block in model.blocks if slow else ():
+        block.first.weight.register_post_accumulate_grad_hook(lambda p: time.sleep(0.02))
+    with headroom.release_gradients(model, optimizer, bucket_bytes=1):
+        for _ in range(3):
+            loss_of(model, x).backward()
+            optimizer.step()
+    assert arena.peak <= wanted
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_pass_that_raises_on_a_gpu_leaves_nothing_in_the_arena(hook, arena):
+    model = Tower().cuda()
+    headroom.patch(model, weights="host", norms=False, host=arena)
+    getattr(model.blocks[2].second.weight, hook)(_fail)
+    with contextlib.suppress(KeyboardInterrupt):  # and not kept, with all that it went through
+        model(x_of(5, 8).cuda()).sum().backward()
+        pytest.fail("the pass did not raise")
+    del model
+    until = time.monotonic() + 10  # the device's thread is still in the pass
+    while arena.memory() and time.monotonic() < until:
+        gc.collect()
+    assert arena.memory() == {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 
 import headroom
 import pytest
@@ -464,6 +465,21 @@ def test_other_forwards_are_left_alone():
     report = headroom.patch(model, "L2")
     assert list(report.levels) == ["model.layers.1"]
     assert any(left.name == "model.layers.0" for left in report.left)
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"])
+def test_a_forward_that_was_set_on_a_class_is_run(name, monkeypatch):
+    model, other = model_of("Llama"), model_of("Llama")
+    kind = getattr(sys.modules[type(model).__module__], name)
+    own = kind.forward
+
+    def doubled(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    monkeypatch.setattr(kind, "forward", doubled)
+    headroom.patch(other, None if name == "LlamaDecoderLayer" else "L2")
+    torch.testing.assert_close(other(**inputs_of()).loss, model(**inputs_of()).loss)
 
 
 @pytest.mark.slow

@@ -279,9 +279,9 @@ def test_the_most_samples_up_to_a_limit():
 
 def test_what_can_be_on_the_host():
     """On a GPU, with the seconds of the copies; on a CPU there is nothing to gain."""
-    layers = [torch.nn.Linear(256, 256) for _ in range(4)]
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]  # states of whole segments
     model = torch.nn.Sequential(*layers).to("meta")
-    optimizer, x = headroom.optim.AdamW(model.parameters()), torch.randn(4, 256)
+    optimizer, x = headroom.optim.AdamW(model.parameters()), torch.randn(4, 1024)
     options = {"forward": lambda model, x: model(x).square().mean()}
     found = {
         a.name: a for a in headroom.plan(model, optimizer, x, device="cuda", **options).advice()
@@ -289,7 +289,7 @@ def test_what_can_be_on_the_host():
     names = ["optimizer state on the host", "the optimizer's step on the host"]
     for name in [*names, "weights of blocks on the host"]:
         assert found[name].plan.host_peak_bytes > 0 and "at 25 GB/s" in found[name].time
-    state = 8 * 4 * (256 * 256 + 256)
+    state = 8 * 4 * (1024 * 1024 + 1024)
     assert found[names[0]].bytes == pytest.approx(state, rel=0.7)
     on_cpu = headroom.plan(model, optimizer, x, device="cpu", **options).advice()
     assert not [advice for advice in on_cpu if "on the host" in advice.name]

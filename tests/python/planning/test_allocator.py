@@ -27,6 +27,8 @@ def grow(*sizes):
         # Two small requests of 1 MiB fill a small segment; a third byte needs another one.
         ([MIB, MIB], 2 * MIB, 2 * MIB),
         ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        # 512 bytes remain in a small segment, and are a block of their own.
+        ([MIB, MIB - 512, 512], 2 * MIB, 2 * MIB),
         # Between 1 and 10 MiB: 20 MiB segments, split as long as more than 1 MiB remains.
         ([MIB + 1], MIB + 512, 20 * MIB),
         ([9 * MIB, 9 * MIB, 2 * MIB], 20 * MIB, 20 * MIB),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from headroom.nn import flash
 from headroom.patching import parts
+from headroom.planning import cuda_view
 from headroom.planning.recorder import Recorder
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -152,20 +153,67 @@ def test_attention_of_modules_of_torch(make, precision):
     assert masked or all(a.bytes < scores for a in plan.timeline.allocations)
 
 
-def test_values_of_another_width_than_queries_have_no_kernel():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.v = nn.Linear(64, 64), nn.Linear(64, 128)
+class Wide(nn.Module):
+    """Attention whose values are wider than its queries, with fewer heads for keys and values."""
 
-        def forward(self, x):
-            q, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.v))
-            return F.scaled_dot_product_attention(q, q, v).float().square().mean()
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.q, self.k, self.v = (nn.Linear(64, n) for n in (64, 16 * heads, width * heads))
 
-    x = torch.randn(2, 30, 64).bfloat16()
-    found = ops_of(headroom.plan(Wide().bfloat16(), None, x, device="cuda"))
-    assert "_safe_softmax" in found or "_softmax" in found
-    assert not any(op.startswith("_scaled_dot_product") for op in found), found
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (self.heads, 16)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)
+        shares = self.heads < 4
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=shares).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    "dtype, width, heads, capability, kernel",
+    [
+        (torch.bfloat16, 32, 4, (8, 0), "efficient"),  # flash attention wants one width
+        (torch.bfloat16, 12, 4, (8, 0), None),  # of no 16 bytes
+        (torch.bfloat16, 16, 2, (8, 0), "flash"),
+        (torch.float32, 16, 2, (8, 0), "efficient"),
+        (torch.float32, 7, 4, (8, 0), None),
+        (torch.float64, 16, 4, (8, 0), None),
+        (torch.float16, 16, 4, (7, 5), "efficient"),
+        (torch.bfloat16, 16, 4, (7, 5), None),
+        (torch.float32, 7, 4, (7, 5), "efficient"),
+    ],
+)
+def test_kernels_of_widths_and_shared_heads(dtype, width, heads, capability, kernel, monkeypatch):
+    """As torch's own choice on a device of software."""
+    x = torch.randn(2, 30, 64, dtype=dtype)
+    monkeypatch.setattr(cuda_view, "_efficient_shares_heads", lambda: True)
+    monkeypatch.setattr(cuda_view, "capability", lambda: capability)
+    found = ops_of(headroom.plan(Wide(width, heads).to(dtype), None, x, device="cuda"))
+    chosen = {op for op in found if op.startswith("_scaled_dot_product")}
+    name = f"_scaled_dot_product_{kernel}_attention"
+    assert chosen == ({name, f"{name}_backward"} if kernel else set())
+    assert bool(kernel) != bool({"_safe_softmax", "_softmax"} & found)
+
+
+def test_flash_attention_is_causal_only_of_as_many_keys_as_queries():
+    def attend(model, x):
+        q = model(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q[:, :, :10], q, q, is_causal=True).sum()
+
+    model, x = nn.Linear(64, 64).to(BF16), torch.randn(2, 30, 64, dtype=BF16)
+    found = ops_of(headroom.plan(model, None, x, forward=attend, device="cuda"))
+    assert "_scaled_dot_product_efficient_attention" in found
+
+
+def test_an_older_torch_multiplies_where_heads_are_shared(monkeypatch):
+    monkeypatch.setattr(cuda_view, "_efficient_shares_heads", lambda: False)
+    found = ops_of(headroom.plan(Wide(16, 2), None, torch.randn(2, 30, 64), device="cuda"))
+    assert not any(op.startswith("_scaled_dot_product") for op in found)
+
+
+def test_whether_heads_are_shared_is_asked_of_torch():
+    gqa = "Memory-efficient attention also supports"  # its documentation, where it does
+    assert cuda_view._efficient_shares_heads() == (gqa in F.scaled_dot_product_attention.__doc__)
 
 
 def test_kernels_of_tensors_stay_as_they_are():
@@ -216,6 +264,68 @@ def test_autocast_casts_what_a_backward_pass_computes_again():
 
 
 # ---- every model of the benchmark ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss, wanted",
+    [
+        # As the allocator of torch 2.15 saw them, in elements of the logits.
+        (lambda x, y: F.cross_entropy(x.float(), y), [("_to_copy", 4), ("_log_softmax", 4)]),
+        (F.cross_entropy, [("_log_softmax", 2), ("_to_copy", 4)]),
+        (lambda x, y: F.softmax(x, -1)[0, 0], [("_to_copy", 4), ("_softmax", 4)]),
+        (lambda x, y: F.softmax(x.float(), -1)[0, 0], [("_to_copy", 4), ("_softmax", 4)]),
+    ],
+)
+def test_autocast_copies_what_it_converts(loss, wanted):
+    """Such operations ask what device numbers are on, and would copy them to another."""
+
+    def planned(model, batch):
+        with torch.autocast("cuda", BF16):
+            return loss(model(batch[0]), batch[1])
+
+    batch = torch.randn(16, 8), torch.zeros(16, dtype=torch.int64)
+    plan = headroom.plan(nn.Linear(8, 64), None, batch, forward=planned, device="cuda")
+    made = [a for a in plan.timeline.allocations if (a.step, a.phase) == (1, "forward")]
+    sizes = {2 * 16 * 64: 2, 4 * 16 * 64: 4}
+    found = [(a.op.removeprefix("aten::"), sizes[a.bytes]) for a in made if a.bytes in sizes]
+    assert found == [("addmm", 2), *wanted]
+
+
+class Nested(nn.Module):
+    """Modules whose own parameters are behind those of their children, and before."""
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(depth)), nn.Parameter(torch.ones(5 + depth))
+        self.register_buffer("shift", torch.ones(10 + depth))
+        if depth:
+            self.below = Nested(depth - 1)
+
+    def forward(self, x):
+        x = x * self.scale.sum() + self.bias.sum() + self.shift.sum()
+        return self.below(x) if hasattr(self, "below") else x.sum()
+
+
+def test_tensors_are_placed_as_torch_moves_them():
+    model, x, moved = Nested(), torch.ones(100), []
+    model.double()._apply(lambda tensor: moved.append(tensor.nbytes) or tensor)
+    plan = headroom.plan(model, None, x, device="cuda")
+    held = [a.bytes for a in plan.timeline.allocations if a.start < plan.timeline.spans[0].start]
+    assert held == [*filter(None, moved), x.nbytes]
+
+
+@pytest.mark.parametrize("capturable, drop", [(False, 0.1), (True, 0.0)])
+def test_numbers_on_the_host_take_no_memory_of_the_device(capturable, drop):
+    """Such as the counts of torch's optimizers, and the seeds of what attention drops."""
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=drop, batch_first=True)
+    make = functools.partial(torch.optim.AdamW, lr=1e-3, capturable=capturable)
+    forward = lambda model, x: model(x).sum()  # noqa: E731
+    plan = headroom.plan(layer, make, torch.randn(2, 16, 64), forward=forward, device="cuda")
+    made = plan.timeline.allocations
+    counts = [a for a in made if a.kind == "optimizer_state" and a.bytes == 4]
+    seeds = [a for a in made if "efficient_attention" in a.op and a.bytes == 8]
+    assert len(counts) == len([*layer.parameters()]) * capturable
+    assert len(seeds) == (0 if drop else 4)  # of two steps
 
 
 def _models():
@@ -315,8 +425,11 @@ def test_models_of_the_benchmark(case, technique, precision, monkeypatch):
             for x in (cuda, cpu)
         ]
         assert sums[0] == sums[1]
+    # Beside a GPU, torch's optimizers count their steps on the host.
+    counts = [a.bytes for a in cpu.timeline.allocations if a.op == "step" and a.bytes == 4]
     for kind in kinds:
-        assert most[0][kind] == most[1][kind], kind
+        left_out = (0, sum(counts)) if kind == "optimizer_state" else (0,)
+        assert most[1][kind] - most[0][kind] in left_out, kind
     if precision in ("float32", "bfloat16"):  # autocast has lists for each device
         states = sum(  # that checkpoints of torch keep of the generator of the CPU
             a.bytes
@@ -324,7 +437,9 @@ def test_models_of_the_benchmark(case, technique, precision, monkeypatch):
             if a.op == "torch.get_rng_state" and a.step == 0
         )
         assert 0 <= most[1]["activations"] - most[0]["activations"] <= states
-        assert cuda.peak_bytes <= cpu.peak_bytes <= 1.1 * (cuda.peak_bytes + states)
+        products = [a.bytes for a in cuda.timeline.allocations if "softmax_backward" in str(a.op)]
+        assert cuda.peak_bytes <= cpu.peak_bytes + max(products, default=0)  # only CUDA's makes
+        assert cpu.peak_bytes <= 1.1 * (cuda.peak_bytes + states)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 import torch
 from headroom.memory.cpu import CpuRecorder
 from headroom.nn.functional import mlp_block
-from headroom.planning import probe
+from headroom.planning import inside as inside_module
+from headroom.planning import probe, products
 from headroom.planning.inside import inside
 from headroom.planning.masks import masks_of
 from torch import nn
@@ -55,9 +56,9 @@ def test_scratch_of_a_convolution_and_of_a_16_bit_product():
     assert inside(torch.ops.aten.mm.default, (a.float(), a.float().t()), {}, "cpu") == []
 
 
-def attention(rows, columns, dtype=torch.float32):
-    q = torch.randn(1, 2, rows, 8).to(dtype)
-    k, v = (torch.randn(1, 2, columns, 8).to(dtype) for _ in range(2))
+def attention(rows, columns, dtype=torch.float32, size=8):
+    q = torch.randn(1, 2, rows, size).to(dtype)
+    k, v = (torch.randn(1, 2, columns, size).to(dtype) for _ in range(2))
     return aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, v), {}
 
 
@@ -82,6 +83,8 @@ CALLS = {
     "attention of 768 rows": lambda: attention(768, 70),
     "attention of 800 rows": lambda: attention(800, 70),
     "attention in 16 bits": lambda: attention(200, 70, torch.bfloat16),
+    "attention in 16 bits of odd sizes": lambda: attention(201, 71, torch.bfloat16, 9),
+    "attention in 16 bits of few rows": lambda: attention(63, 80, torch.bfloat16),
     "norm": lambda: norm(torch.float32),
     "norm in 16 bits": lambda: norm(torch.bfloat16),
     "norm in 64 bits": lambda: norm(torch.float64),
@@ -236,3 +239,103 @@ def test_workspace_of_the_linear_cross_entropy(how, dtype):
     for func, args, sizes in found:
         with torch.no_grad():
             assert sum(size for size, _ in sizes) == measured(lambda f=func, a=args: (f(*a),))
+
+
+@pytest.mark.parametrize(
+    "shape, dims, dtype, wanted",
+    [
+        # As the allocator of torch 2.15 saw them, on 132 multiprocessors of 2,048 threads.
+        ((4096, 384), [0], torch.float32, [12 << 20, 12]),
+        ((4096, 4096), [0], torch.float32, [128 << 20, 128]),
+        ((1024, 512), [0], torch.float32, [4 << 20, 16]),
+        ((2, 512, 512), [0, 1], torch.bfloat16, [4 << 20, 16]),
+        ((1024, 512), [1], torch.float32, []),
+        ((64, 1024), [0], torch.float32, []),
+    ],
+)
+def test_sums_of_columns_on_cuda(shape, dims, dtype, wanted, monkeypatch):
+    monkeypatch.setattr(inside_module, "_multiprocessors", lambda: (132, 2048))
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    found = inside(aten.sum.dim_IntList, (x, dims), {}, "cuda")
+    assert [size for size, _ in found] == wanted
+    assert inside(aten.mean.dim, (x, dims), {}, "cuda") == found
+    assert inside(aten.sum.dim_IntList, (x, dims), {}, "cpu") == []
+
+
+def heads_in_rows(heads, rows=512, size=64, dtype=torch.bfloat16):
+    return torch.empty(2, rows, heads, size, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def sizes_of(call, *args):
+    return [size for size, _ in inside(call, args, {}, "cuda")]
+
+
+@pytest.mark.parametrize("heads", [8, 4])
+def test_gradients_of_attention_on_cuda(heads):
+    q, kv = heads_in_rows(8), heads_in_rows(heads)
+    call = aten._scaled_dot_product_flash_attention_backward.default
+    # Sums of rows, the gradient of the query, and those of all heads where keys are shared.
+    wanted = [0, 32 << 10, 2 << 20] + [1 << 20, 1 << 20] * (heads < 8)  # behind the results, 0
+    assert sizes_of(call, q, q, kv, kv, q) == wanted
+    assert sizes_of(call, q.contiguous(), q, kv, kv, q) == [1 << 20, *wanted]  # copied
+
+
+@pytest.mark.parametrize(
+    "rows, size, dtype, wanted",
+    [
+        # As the allocator of torch 2.15 saw them: those of f32, in which products are summed and
+        # the sums copied, are freed before the workspace is allocated.
+        (128, 64, torch.float16, [4096, 262400]),
+        (100, 64, torch.float16, [3200, 262400]),
+        (130, 128, torch.float32, [532480, 4160, 4160, -4160, -532480, 1049088]),
+        (128, 96, torch.float32, [393216, 4096, 4096, -4096, -393216, 524544]),
+        (128, 64, torch.float32, [262144, 4096, 4096, -4096, -262144, 262400]),
+    ],
+)
+def test_gradients_of_efficient_attention_on_cuda(rows, size, dtype, wanted):
+    q = heads_in_rows(4, rows, size, dtype)
+    call = aten._scaled_dot_product_efficient_attention_backward.default
+    assert sizes_of(call, q, q, q, q) == [0, *wanted]  # behind the results
+    copied = q.contiguous()
+    assert sizes_of(call, copied, q, q, q) == [q.nbytes, 0, *wanted]
+
+
+@pytest.mark.parametrize(
+    "rows, size, dropout, wanted",
+    [(128, 64, 0.0, []), (130, 128, 0.0, [8320, 1064960]), (130, 128, 0.1, [16])],
+)
+def test_few_rows_split_the_keys_of_flash_attention(rows, size, dropout, wanted):
+    """As the allocator of torch 2.15 saw them, on 108 multiprocessors."""
+    q = heads_in_rows(4, rows, size)
+    assert sizes_of(aten._scaled_dot_product_flash_attention.default, q, q, q, dropout) == wanted
+
+
+@pytest.mark.parametrize("capability, wanted", [((8, 0), []), ((9, 0), [512, 67584])])
+def test_products_of_groups_on_cuda(capability, wanted, monkeypatch):
+    """As the allocator of torch 2.15 saw them, on 132 multiprocessors."""
+    monkeypatch.setattr(inside_module, "capability", lambda: capability)
+    monkeypatch.setattr(products, "capability", lambda: capability)
+    monkeypatch.setattr(inside_module, "_multiprocessors", lambda: (132, 2048))
+    x = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4, 16, 32, dtype=torch.bfloat16, device="meta")
+    call, out = aten._grouped_mm.default, torch.empty(64, 32, device="meta")
+    assert sizes_of(call, x, weight) == wanted
+    found = products.Products().scratch(call, (x, weight), {}, out)
+    assert (found is None) == bool(wanted)
+
+
+@pytest.mark.parametrize("norm", [headroom.nn.RMSNorm, headroom.nn.LayerNorm])
+def test_sums_of_the_gradients_of_norms(norm):
+    x, found = torch.randn(71, 19), []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name.endswith("_norm_backward"):
+                found.append((func, args, inside(func, args, kwargs or {}, "cpu")))
+            return func(*args, **kwargs or {})
+
+    with Listener():
+        norm(19)(x).backward(torch.randn(71, 19))
+    ((func, args, sizes),) = found
+    assert [size for size, _ in sizes] == [measured(lambda: func(*args))]
+    torch.library.opcheck(torch.ops.headroom.norm_workspace.default, (71, 19, True))

@@ -93,6 +93,7 @@ def test_the_workspace_of_a_product_in_parts(to, rows, dtype):
         assert rows == 1 or 1 << 20 < found <= 5 << 20
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("to", [1, 2, 3])
 def test_few_rows_are_planned_for_codes_that_lie_as_torch_lays_them(to):

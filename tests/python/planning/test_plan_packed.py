@@ -54,13 +54,27 @@ def model_of(name, attention="sdpa", **options):
 
 BATCHES = {
     "packed": ("Llama", {}, {"position_ids": torch.arange(256)[None] % 64}),
+    "packed, ones": (
+        "Llama",
+        {},
+        {"position_ids": torch.arange(256)[None] % 64, "attention_mask": torch.ones(1, 256)},
+    ),
+    "packed, padding": (
+        "Llama",
+        {},
+        {
+            "position_ids": torch.arange(256)[None] % 64,
+            "attention_mask": (torch.arange(256) < 250)[None],
+        },
+    ),
     "one sequence": ("Llama", {}, {"position_ids": torch.arange(256)[None]}),
     "window, ones": ("Mistral", {"sliding_window": 32}, {"attention_mask": torch.ones(1, 256)}),
 }
 
 
 @pytest.mark.parametrize(
-    "case, patched", [("packed", True), ("one sequence", False), ("window, ones", True)]
+    "case, patched",
+    [(case, case != "one sequence") for case in BATCHES],
 )
 def test_plans_of_models_of_transformers(case, patched):
     name, options, more = BATCHES[case]

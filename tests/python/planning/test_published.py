@@ -86,7 +86,7 @@ def test_bert_large_in_batches_of_four():
     transformers one more tensor of scores in each layer."""
     scores = 24 * 4 * 16 * 512 * 512 * 4 / MIB
     found = planned_bert(4, set_to_none=False)
-    assert found - planned_bert(4) > 1000
+    assert found - planned_bert(4) > 800  # of 1,278: some of it serves the backward pass too
     assert found + scores == pytest.approx(14949 - 1343, rel=0.03)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from headroom.memory import Allocation, Span, Timeline
 from headroom.planning import Plan
-from headroom.planning import device as device_module
 from headroom.planning.device import device_share
 from headroom.planning.result import DeviceShare
 from headroom.step.micro_batches import resized, samples_of
@@ -129,30 +128,42 @@ def sized(*sizes):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Without settings, and with cuBLAS's workspaces kept, as torch did before 2.16."""
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    """Without settings."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device_module, "_keeps_workspaces", lambda: True)
     return monkeypatch
 
 
 def test_the_share_of_a_device_by_hand(gpu):
     assert device_share(timeline()) == DeviceShare()  # of a CPU
-    # 8.125 MiB are cuBLAS's, in a segment of 20 MiB. 300 bytes are rounded to 512, in 2 MiB.
+    # 300 bytes are rounded to 512, in 2 MiB.
     share = device_share(sized(300))
-    assert (share.workspaces, share.rounding) == (8 * MIB + (128 << 10), 212)
-    assert share.fragmentation == 22 * MIB - share.workspaces - 512
+    assert (share.workspaces, share.rounding) == (0, 212)
+    assert share.fragmentation == 2 * MIB - 512
     assert (share.context, bool(share.source)) == (400 * MIB, True)
     # What is freed is there for what is allocated at the same event; of no bytes there is none.
-    assert device_share(sized(30 * MIB, 30 * MIB, 0)).fragmentation == 20 * MIB - share.workspaces
+    assert device_share(sized(30 * MIB, 30 * MIB, 0)).fragmentation == 0
+
+
+def test_workspaces_count_by_what_they_add_to_the_peak(gpu):
+    def share(*workspaces):
+        found = sized(30 * MIB, 24 * MIB)  # at the events 1 and 2
+        found.workspaces += [
+            Allocation(n, size, start, end, "workspaces")
+            for n, (size, start, end) in enumerate(workspaces)
+        ]
+        return device_share(found)
+
+    assert share() == share((4 * MIB, 2, 3)) and share().fragmentation == 0
+    assert share((8 * MIB, 2, 3)).workspaces == 2 * MIB
+    assert share((8 * MIB, 1, None)).workspaces == 8 * MIB
+    both = share((8 * MIB, 1, 2), (3 * MIB, 1, None))
+    assert both.workspaces == 11 * MIB and both.fragmentation == 20 * MIB - 11 * MIB
 
 
 def test_settings_of_a_device_count(gpu):
     one = sized(12 * MIB, 13 * MIB)
     usual = device_share(one)
-    gpu.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert device_share(one).workspaces == MIB and usual.workspaces > 8 * MIB
-    gpu.delenv("CUBLAS_WORKSPACE_CONFIG")
     gpu.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
     grown = device_share(one)
     assert grown.fragmentation != usual.fragmentation and not one.notes
@@ -161,5 +172,3 @@ def test_settings_of_a_device_count(gpu):
     gpu.delenv("PYTORCH_ALLOC_CONF")
     assert device_share(one) == usual
     assert one.notes == ["The plan does not follow the allocator's roundup_power2_divisions."]
-    gpu.setattr(device_module, "_keeps_workspaces", lambda: False)
-    assert device_share(one).workspaces == 0

@@ -131,6 +131,18 @@ def test_fsdp_pads_rows_and_casts():
     assert kinds["gradients"] == {2 * 5 * 8, 4 * shard}
 
 
+def test_fsdp_reduces_in_another_dtype():
+    policy = MixedPrecisionPolicy(None, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(8, 5, bias=False))
+    plan = planned(
+        model, x=torch.randn(2, 8), world_size=2, shard=FSDP([model[0]], mp_policy=policy)
+    )
+    found = {a.bytes for a in plan.timeline.allocations if a.kind == "communication"}
+    shard = 3 * 8
+    # The whole matrix in float32, what is sent of its gradient, and what comes, in bfloat16.
+    assert {4 * 2 * shard, 2 * 2 * shard, 2 * shard} <= found
+
+
 def test_what_is_wrapped():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
 

@@ -1,13 +1,16 @@
 """Plans of blocks whose weights are on the host: against steps on the CPU, where host and device
 are one, and the arena's bytes are none of torch's."""
 
+from functools import partial
+
 import headroom
 import pytest
 import torch
 from headroom.host import HostArena, trim
 from headroom.host.engines import engine_of
 from headroom.nn import Transformer, TransformerConfig
-from headroom.optim import AdamW8bit
+from headroom.optim import AdamW, AdamW8bit, SGD8bit
+from headroom.patching.streaming import streamed_blocks
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -91,4 +94,66 @@ def test_a_plan_says_what_a_step_takes(name, offload, micro_batches, where, save
         assert plan.host_peak_bytes == arena.peak
         assert plan.link_bytes == copied
     assert before.peak_bytes < bare.peak_bytes
+    trim()
+
+
+def test_weights_on_the_host_are_of_the_device_that_their_block_computes_on():
+    """As on a GPU, where the rest of the model is on another device than these weights."""
+    model, x, arena = Net(), torch.randn(32, 64), HostArena()
+    options = {"forward": lambda model, x: loss(model(x)), "device": "cuda"}
+    headroom.patch(model, weights="host", host=arena)
+    wanted = headroom.plan(model, AdamW8bit, x, **options)
+    for module in (model.first, model.last):
+        module.to("meta")
+    with pytest.raises(ValueError, match="several devices"):
+        headroom.plan(model, AdamW8bit, x, **options)
+    for block in streamed_blocks(model):
+        block.device = torch.device("meta")
+    found = headroom.plan(model, AdamW8bit, x, **options)
+    assert found.allocated_bytes == wanted.allocated_bytes
+    assert found.host_peak_bytes == wanted.host_peak_bytes > 0
+    trim()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_torch_saves_on_the_cpu_is_on_the_host(pinned):
+    """One block's rows are there for its backward pass, and those of all blocks on the host."""
+
+    class Saving(Net):
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(4096, 64)
+    options = {"forward": lambda model, x: loss(model(x)), "device": "cuda"}
+    bare, saving = (headroom.plan(make(), None, x, **options) for make in (Net, Saving))
+    kept = bare.timeline.most_by_kind["activations"]
+    assert 0.9 * kept < saving.host_peak_bytes < 1.2 * kept
+    assert saving.link_bytes == 2 * saving.host_peak_bytes
+    assert saving.peak_bytes < bare.peak_bytes - 0.6 * kept
+    assert bare.timeline.host is None
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_states_of_weights_on_the_host_are_there(where, release):
+    """They are tensors of the CPU, which are where their parameters are, without an offload too."""
+    options = {"forward": lambda model, x: loss(model(x)), "device": "cuda", "release": release}
+    x = torch.randn(32, 64)
+    plan = partial(headroom.plan, Net(), sample_batch=x, weights="host", **options)
+    if where == "after":
+        model = Net()
+        headroom.patch(model, weights="host", host=HostArena())
+        plan = partial(headroom.plan, model, sample_batch=x, **options)
+    # Without momentum there are no states.
+    bare, with_states = plan(partial(SGD8bit, lr=0.1, momentum=0.0)), plan(AdamW)
+    for found in bare, with_states:  # slots are filled ahead from the first pass on
+        first, second = (a for a in found.timeline.allocations if a.op == "slots")
+        assert second.start == first.start + 1
+    model = Net()
+    of_blocks = 8 * sum(p.numel() for p in model.blocks.parameters())
+    of_others = 8 * sum(p.numel() for p in model.parameters()) - of_blocks
+    assert with_states.timeline.most_by_kind["optimizer_state"] == pytest.approx(of_others, abs=199)
+    assert with_states.host_peak_bytes - bare.host_peak_bytes == pytest.approx(of_blocks, abs=199)
     trim()

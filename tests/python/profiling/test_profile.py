@@ -8,12 +8,13 @@ import headroom
 import pytest
 import torch
 from headroom.nn import LEVELS, Transformer, TransformerConfig
+from headroom.profiling import work
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import schedule
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 PEAK = 1e12
@@ -85,10 +86,56 @@ def test_flops_are_those_of_torchs_counter(dtype):
         model(x).sum().backward()
     prof = _profiled(model, lambda: model(x).sum().backward())
     step = prof.result.steps[0]
-    assert step.model_flops + step.recomputed_flops == counter.get_total_flops() > 0
-    # Attention multiplies queries and keys again.
-    assert step.recomputed_flops == 2 * (2 * 2) * 14 * 14 * 8
+    counted = counter.get_total_flops()
+    scores = 2 * (2 * 2) * 14 * 14 * 8
+    if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry:
+        counted += 7 * scores
+    assert step.model_flops + step.recomputed_flops == counted > 0
+    assert step.recomputed_flops == scores  # attention multiplies queries and keys again
     assert set(prof.result.flops_by_dtype) == {str(dtype).removeprefix("torch.")}
+
+
+def _without_attention(monkeypatch):
+    """Torch as of releases that have no formula for attention on a CPU."""
+    registry = {op: f for op, f in flop_registry.items() if "dot_product" not in str(op)}
+    monkeypatch.setattr(work, "flop_registry", registry)
+
+
+@pytest.mark.parametrize("has_formula", [True, False])
+def test_attention_is_counted_by_hand(has_formula, monkeypatch):
+    """With fewer heads of keys than of queries, and values of another size."""
+    if not has_formula:
+        _without_attention(monkeypatch)
+    q, k, v = (torch.randn(2, 6, 7, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 8))
+    model = nn.ParameterList([q, k, v])
+    prof = _profiled(
+        model,
+        lambda: F.scaled_dot_product_attention(*model, enable_gqa=True).sum().backward(),
+    )
+    scores = 2 * (2 * 6) * 7 * 11 * 8
+    step = prof.result.steps[0]
+    assert (step.model_flops, step.recomputed_flops) == (6 * scores, scores)
+    assert _op(prof, "aten::_scaled_dot_product_flash_attention_for_cpu").model_flops == 2 * scores
+    assert not any("FLOPs" in note for note in prof.result.notes)
+
+
+def test_products_without_a_formula_are_named(monkeypatch):
+    model, x = nn.LSTM(5, 7), torch.randn(3, 2, 5)
+    prof = _profiled(model, lambda: model(x)[0].sum().backward())
+    if any(row.name == "aten::mkldnn_rnn_layer" for row in prof.result.ops):  # of oneDNN
+        assert any("leave out aten::mkldnn_rnn_layer, " in note for note in prof.result.notes)
+
+    matrix, vector = torch.randn(5, 7, requires_grad=True), torch.randn(7)
+    prof = _profiled(nn.ParameterList([matrix]), lambda: (matrix @ vector).sum().backward())
+    assert "FLOPs leave out aten::mv: no formula is known." in prof.result.notes
+
+    def fails(*args, **options):
+        raise TypeError
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, fails)
+    model, x = _mlp(), torch.randn(5, 37)
+    prof = _profiled(model, lambda: model(x).sum().backward())
+    assert "FLOPs leave out aten::addmm: no formula is known." in prof.result.notes
 
 
 def test_our_ops_are_counted():

@@ -44,24 +44,18 @@ def test_every_layer_has_the_stem(op, family):
 
 @pytest.mark.parametrize("kind, op", [("list op", "accumulate"), ("row op", "glu")])
 def test_an_op_costs_what_contributing_says(kind, op):
-    """The tables there are of the ops to copy: their files, and the lines of them and of edits."""
+    """The tables there are of the ops to copy: their files, and what is edited."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    number = r"(\d+|\d,\d+)"
-    pattern = rf"{kind}\b.*?at most (\d+) files, (\d+) edits\s+and {number} lines"
+    pattern = rf"{kind}\b.*?at most (\d+) files, (\d+) edits\s+and ([\d,]+) lines"
     measure = re.search(pattern, text, re.DOTALL)
-    table = text[measure.end() :]
-    total = re.search(rf"(\d+) files, (\d+) edits\*\* \| \*\*{number}\*\*", table)
-    table = table[: total.end()]
-    files = re.findall(r"^\| \d+ \| `(.+?)` \| (\d+) \|", table, re.MULTILINE)
-    edits, lines = re.search(r"^\| \| edits: (.+?) \| (\d+) \|", table, re.MULTILINE).groups()
-    assert all(op in path for path, _ in files)
-    assert [int(total[1]), int(total[2])] == [len(files), edits.count("`") // 2]
-    values, limits = ([int(n.replace(",", "")) for n in each.groups()] for each in (total, measure))
-    assert values[2] == sum(int(stated) for _, stated in files) + int(lines)
-    assert all(value <= limit for value, limit in zip(values, limits))
-    for path, stated in files:
-        count = len((ROOT / path).read_text().splitlines())
-        assert abs(count - int(stated)) <= 5, f"{path} has {count} lines, the table says {stated}"
+    limits = [int(number.replace(",", "")) for number in measure.groups()]
+    table = text[measure.end() :].split("\n\n")[1]
+    files = re.findall(r"^\| \d+ \| `(.+?)` \|", table, re.MULTILINE)
+    (edits,) = re.findall(r"^\| \| edits: (.+?) \|", table, re.MULTILINE)
+    assert files and all(op in path for path in files)
+    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files)
+    values = len(files), edits.count("`") // 2, lines
+    assert all(value <= limit for value, limit in zip(values, limits)), values
 
 
 @pytest.mark.parametrize("op", ["accumulate", "glu"])

@@ -7,6 +7,7 @@ import headroom
 import pytest
 
 HEAVY = [
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -17,11 +18,13 @@ LIGHT = "headroom", "headroom.optim", "headroom.amp", "headroom.state", "headroo
 
 @pytest.fixture(scope="module")
 def loaded():
-    """What importing headroom loads of HEAVY, and then importing its packages; torch does not."""
+    """What importing headroom loads of HEAVY, then importing its packages, and then the names that
+    load most; torch does not."""
     code = (
         f"import sys, torch; heavy = set({HEAVY!r}) - set(sys.modules); "
         "shown = lambda: print(*sorted(heavy & set(sys.modules))); "
-        f"import headroom; shown(); import {', '.join(LIGHT)}; shown()"
+        f"import headroom; shown(); import {', '.join(LIGHT)}; shown(); "
+        "headroom.fit, headroom.patch, headroom.nn.Transformer; shown()"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -33,7 +36,11 @@ def test_importing_the_package_loads_no_distributed_torch(loaded):
 
 
 def test_importing_its_packages_loads_neither_fsdp_nor_checkpoints(loaded):
-    assert not set(loaded[1]) & set(HEAVY[:2])
+    assert not set(loaded[1]) & {"torch.distributed.checkpoint", "torch.distributed.fsdp"}
+
+
+def test_only_what_compiles_loads_the_compiler(loaded):
+    assert "torch._dynamo" not in loaded[2]
 
 
 def test_only_public_names_are_shown():

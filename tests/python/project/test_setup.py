@@ -33,7 +33,8 @@ def setup(monkeypatch, tmp_path):
 def fake_nvcc(folder, release):
     folder.mkdir(exist_ok=True)
     nvcc = folder / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    lines = f"Cuda compilation tools, release {release}, V{release}.1", "compute_75", "compute_90"
+    nvcc.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     nvcc.chmod(0o755)
     return str(nvcc)
 
@@ -194,11 +195,24 @@ def test_a_wheel_for_every_python_has_no_module_for_one(setup, monkeypatch, tmp_
     assert command.get_tag() == ("py3", "none", "manylinux_2_28_x86_64")
 
 
-def test_archs_can_be_narrowed(setup, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("here", "wanted"),
+    [("", "75"), ("9.0\\n7.5\\n9.0\\n", "75;90"), ("12.1\\n", "all"), ("7.0\\n", "all")],
+)
+def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, here, wanted):
+    wanted = setup.ALL_ARCHS if wanted == "all" else wanted
     fake_nvcc(tmp_path, "13.0")
-    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "75;80;86;90;100;120"
-    monkeypatch.setenv("HEADROOM_CUDA_ARCHS", "90")
-    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "90"
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "75"  # there is no driver
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nprintf '{here}'\n")
+    smi.chmod(0o755)
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == wanted
+    for asked, gets in (("90", "90"), ("all", setup.ALL_ARCHS)):
+        monkeypatch.setenv("HEADROOM_CUDA_ARCHS", asked)
+        assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == gets
+    monkeypatch.delenv("HEADROOM_CUDA_ARCHS")
+    monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == setup.ALL_ARCHS
 
 
 @pytest.mark.slow

@@ -132,6 +132,83 @@ def test_weights_of_other_dtypes_are_left(tmp_path):
     assert loaded.up.weight.dtype == torch.float8_e4m3fn
 
 
+def edited(path, change, entry):
+    """Writes a file whose tensors, of few bits, have been changed."""
+    state = safetensors.load_file(path)
+    key = next(key for key in state if entry in key)
+    state[key] = change(state[key])
+    return save(state, path)
+
+
+def as_json(change):
+    def changed(text):
+        fields = json.loads(bytes(text.tolist())) | change
+        return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("to", "entry", "change", "message"),
+    [
+        ("int8", "SCB", lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "'SCB' must have"),
+        ("int8", "SCB", lambda x: x * torch.inf, "'SCB' must have finite numbers"),
+        ("nf4", "nested_absmax", lambda x: x * torch.nan, "'weight.absmax' and what belongs to it"),
+        ("nf4", "quant_state", as_json({"nested_offset": torch.nan}), "'nested_offset' is nan"),
+        ("nf4", "quant_state", as_json({"nested_offset": 1e39}), "'nested_offset' is 1e.39, want"),
+        ("nf4", "quant_state", as_json({"nested_offset": 10**400}), "'nested_offset' is 1000"),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(to, entry, change, message, tmp_path):
+    model = Model()
+    headroom.quantize(model, to, block_size=32)
+    path = save(state_of(model), tmp_path / "model.safetensors")
+    edited(path, change, entry)
+    loaded = on_meta()
+    with pytest.raises(ValueError, match=message):
+        headroom.load_quantized(loaded, path)
+    assert all(param.is_meta for param in loaded.parameters()) and type(loaded.up) is nn.Linear
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(safetensors.load_file(path), strict=False)
+
+
+# ---- tied and not -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["nf4", "int8", None])
+def test_a_head_of_its_own_in_a_model_that_ties_it(to, tmp_path):
+    """As transformers: what the files have twice, with other numbers, is not tied."""
+    model = Model()
+    model.head.weight = nn.Parameter(torch.randn(20, 32))
+    if to is not None:
+        headroom.quantize(model, to, skip=())
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    path = save(state, tmp_path / "model.safetensors")
+    loaded = on_meta()
+    headroom.load_quantized(loaded, path)
+    if to is None:
+        headroom.quantize(model, "nf4")
+    assert_same_state(loaded, model)
+    assert type(loaded.head) is type(model.head)
+    assert_same_bits(loaded.eval()(torch.arange(4)), model.eval()(torch.arange(4)))
+    state["head.weight"] = state["embedding.weight"].clone()  # a file that has it twice
+    if to is None:
+        loaded = on_meta()
+        headroom.load_quantized(loaded, save(state, path))
+        assert loaded.head.weight is loaded.embedding.weight
+
+
+def test_codes_are_no_embedding(tmp_path):
+    model = Model()
+    model.head.weight = nn.Parameter(torch.randn(20, 32))
+    headroom.quantize(model, "int8", skip=())
+    state = state_of(model) | {"head.weight": model.head.weight.detach()}
+    for key in ("embedding.weight", "head.weight"):
+        missing = {name: value for name, value in state.items() if name != key}
+        with pytest.raises(ValueError, match=f"such as '{key}'"):
+            headroom.load_quantized(on_meta(), save(missing, tmp_path / "model.safetensors"))
+
+
 class Buffered(Model):
     def __init__(self):
         super().__init__()
@@ -187,6 +264,7 @@ def test_names_and_shapes_are_compared_before_anything_is_read(tmp_path):
         lambda raw: raw.replace(b'"shape":[72]', b'"shape":[-2]'),
         lambda raw: raw.replace(b'"shape":[72]', b'"shape":[71]'),
         lambda raw: raw.replace(b'"shape":[72]', b'"shape":1234'),
+        lambda raw: raw[:8] + (b"[" * (len(raw) - 8)),
     ],
 )
 def test_damaged_files_are_refused(change, tmp_path):
@@ -194,6 +272,27 @@ def test_damaged_files_are_refused(change, tmp_path):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=r"model.safetensors (is no|is malformed)"):
         headroom.load_quantized(on_meta(), path)
+
+
+def test_tensors_that_overlap_are_refused(tmp_path):
+    path = save({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "model.safetensors")
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"[16,32]", b"[12,28]"))
+    with pytest.raises(ValueError, match="'a' and 'b' overlap in .*model.safetensors"):
+        headroom.load_quantized(nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\\udcff"])
+def test_a_malformed_index_is_named(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="index.json is malformed: "):
+        headroom.load_quantized(on_meta(), tmp_path)
+
+
+@pytest.mark.parametrize("files", [None, 3, [3], [None]])
+def test_files_that_are_none(files):
+    with pytest.raises(TypeError, match="files is .*, wanted a path of a file or a folder, or sev"):
+        headroom.load_quantized(on_meta(), files)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {"a": 1}}'])

@@ -1,5 +1,7 @@
 """Models of transformers: what bitsandbytes quantized comes in, and what we quantize goes out."""
 
+import copy
+
 import headroom
 import pytest
 import torch
@@ -156,6 +158,84 @@ def test_fused_experts_are_reported():
     experts = [one for one in report.left if "experts" in one.reason]
     assert sum(one.bytes for one in experts) == 4 * 3 * 32 * 48 * 4
     assert "left, 72.0 KiB" in str(report)
+
+
+SMALL = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=16)
+T5 = dict(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_experts=4)
+GEMMA = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, hidden_size_per_layer_input=8)
+# Models whose experts, routers and gates differ, and the names of routers that are linear layers.
+MIXTURES = {
+    "Gemma4ForCausalLM": ("Gemma4TextConfig", SMALL | GEMMA, ["router.proj"]),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", SMALL | dict(num_experts=4), ["shared_expert_gate"]),
+    "AfmoeForCausalLM": ("AfmoeConfig", SMALL | dict(num_experts=4), ["router.gate"]),
+    "JetMoeForCausalLM": ("JetMoeConfig", SMALL | dict(kv_channels=16), ["router.layer"]),
+    "SwitchTransformersModel": ("SwitchTransformersConfig", T5, ["router.classifier"]),
+    "MixtralForCausalLM": ("MixtralConfig", SMALL | dict(num_local_experts=4), []),
+    "DogeForCausalLM": ("DogeConfig", SMALL | dict(is_moe=True, num_experts=16), ["router_gate"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_are_left(name):
+    kind, options, routers = MIXTURES[name]
+    with torch.device("meta"):
+        model = getattr(transformers, name)(getattr(transformers, kind)(**options))
+    linears = {
+        path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "." in path
+    }
+    wanted = {path for path in linears if path.endswith(tuple(routers))} if routers else set()
+    assert bool(wanted) == bool(routers)
+    other = copy.deepcopy(model)
+    report = headroom.quantize(model)
+    left = {one.name.removesuffix(".weight"): one.reason for one in report.left}
+    assert {path for path, why in left.items() if why.startswith("a part of a router")} == wanted
+    assert {one.name for one in report.quantized} == linears - wanted
+    assert all(left[path] == left[next(iter(wanted))] for path in wanted)
+    report = headroom.lora(other, 2)
+    assert {one.name for one in report.left if "router" in one.reason} == wanted
+    assert {one.name for one in report.adapted} == linears - wanted
+    if name == "MixtralForCausalLM":
+        experts = [one for one in report.left if "experts" in one.reason]
+        numel = sum(p.numel() for key, p in model.named_parameters() if "experts" in key)
+        whole = sum(p.numel() for p in other.parameters()) - report.trained
+        assert len(experts) == 4 and numel == 4 * 3 * 32 * 48 * 2
+        line = f"which get no adapter: {numel:,} of {whole:,} parameters"
+        assert "left: 4 MixtralExperts (model.layers.0.mlp.experts.gate_up_proj" in str(report)
+        assert line in str(report)
+    if name == "Gemma4ForCausalLM":  # who names a router gets it
+        path = next(iter(wanted))
+        assert [one.name for one in headroom.lora(other, 2, targets=[path], name="b").adapted] == [
+            path
+        ]
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4)
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+
+
+def test_gates_are_routers_beside_experts_alone():
+    dense = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 8), "up": torch.nn.Linear(8, 8)})
+    model = torch.nn.ModuleDict({"a": Mixture(), "b": dense, "head": torch.nn.Linear(8, 2)})
+    report = headroom.quantize(model)
+    assert [one.name for one in report.quantized] == [
+        *(f"a.experts.{k}" for k in range(4)),
+        *("b.gate", "b.up"),
+    ]
+
+
+def test_what_transformers_keeps_in_float32_by_longer_names():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    model.mlp = torch.nn.ModuleDict({"scale": torch.nn.Linear(8, 8), "up": torch.nn.Linear(8, 8)})
+    model.last = torch.nn.Linear(8, 2)
+    model._keep_in_fp32_modules_strict = ["mlp.scale.weight", "1", "up.bias"]
+    report = headroom.quantize(model)
+    left = {one.name: one.reason for one in report.left}
+    assert left["mlp.scale.weight"] == left["1.weight"] == "transformers keeps it in float32"
+    assert [one.name for one in report.quantized] == ["0", "2", "mlp.up"]
 
 
 def test_the_config_follows_the_layers():

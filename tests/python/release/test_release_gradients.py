@@ -271,17 +271,19 @@ def test_a_bucket_that_cannot_be_stepped_is_abandoned():
     for net in nets:
         optimizers.append(OPTIM.AdamW(net.parameters(), lr=1e-2))
     handle = OPTIM.release_gradients(nets[0], optimizers[0], bucket_bytes=0)
-    errors, prepared_part = [MemoryError("no room")], optimizers[0].prepared_part
+    errors, prepared_part = [MemoryError("no room")], optimizers[0]._prepared_part
 
     def failing(*arguments):
         if errors:
             raise errors.pop()
         return prepared_part(*arguments)
 
-    optimizers[0].prepared_part = failing
+    optimizers[0]._prepared_part = failing
     with pytest.raises(MemoryError):
         loss_of(nets[0], 0).backward()
     assert not handle.has_stepped
+    with pytest.raises(RuntimeError, match="did not end: it raised MemoryError: no room. After"):
+        loss_of(nets[0], 0).backward()
     handle.abandon()
     assert all(param.grad is None for param in nets[0].parameters())
     for net, optimizer in zip(nets, optimizers):

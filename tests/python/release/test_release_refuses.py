@@ -199,6 +199,35 @@ def test_an_error_in_backward_can_be_finished():
     assert optimizer.state[net.first.weight]["step"] == 3
 
 
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 22])
+def test_a_backward_after_one_that_raised_says_what_to_do(bucket_bytes):
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters())
+    handle = OPTIM.release_gradients(net, optimizer, bucket_bytes=bucket_bytes)
+    hook = net.first.weight.register_hook(lambda grad: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(net, 0).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    then = r"optimizer.step\(\)" if handle.has_stepped else r"handle.abandon\(\)"
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=f"before this one did not end. After .* call {then}"
+        ):
+            loss_of(net, 0).backward()
+    if handle.has_stepped:
+        with pytest.raises(RuntimeError, match=r"cannot be taken back: call optimizer.step\(\)"):
+            handle.abandon()
+        optimizer.step()
+    else:
+        handle.abandon()
+    train(net, optimizer)
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match="second gradient") as error:  # after one that ended
+        loss_of(net, 0).backward()
+    assert "abandon" not in str(error.value) and "did not end" not in str(error.value)
+
+
 def test_a_gradient_outside_of_backward_is_stepped_at_once():
     """FSDP2 hands gradients out when backward is over; here, one that raised was before it."""
     net = Net()

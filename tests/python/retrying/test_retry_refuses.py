@@ -90,7 +90,7 @@ def test_gradient_release(when):
     """Once a parameter has been stepped in backward, the step cannot be repeated."""
     model = model_of()
     optimizer = headroom.optim.AdamW(model.parameters())
-    fail, prepare = Failing(MemoryError("no room")), optimizer.prepared_part
+    fail, prepare = Failing(MemoryError("no room")), optimizer._prepared_part
 
     def step(tokens):
         model(tokens).square().mean().backward()
@@ -100,7 +100,7 @@ def test_gradient_release(when):
         model, optimizer, bucket_bytes=1 << 22 if when == "waiting" else 0
     )
     if when == "preparing":
-        optimizer.prepared_part = lambda *part: fail() or prepare(*part)
+        optimizer._prepared_part = lambda *part: fail() or prepare(*part)
     else:
         first = model.blocks[0].attention_norm.weight  # one of the last to get its gradient
         first.register_hook(lambda grad: fail())
@@ -176,7 +176,7 @@ def test_two_steps_of_one_optimizer():
     model = model_of()
     optimizer = headroom.optim.AdamW(model.parameters())
     fail = Failing()
-    optimizer.prepared_count = lambda found_inf: fail() or list  # before it writes
+    optimizer._prepared_count = lambda found_inf: fail() or list  # before it writes
     plain = step_of(model, optimizer)
 
     def step(tokens):

@@ -17,7 +17,7 @@ def test_levels_rise_one_after_another_and_then_the_error_comes():
     optimizer = headroom.optim.AdamW(model.parameters())
     errors = Failing(*(torch.OutOfMemoryError("no room") for _ in range(9)))
     # The last of what an optimizer does before it writes, when it has made its states.
-    optimizer.prepared_count = lambda found_inf: errors() or list
+    optimizer._prepared_count = lambda found_inf: errors() or list
     step = retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)
     before = contents(model)
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError) as caught:
@@ -256,7 +256,7 @@ def test_a_fitted_model_with_a_scaler():
         only={"optimizer": ("headroom",)},  # it alone has the method that fails below
     )
     fail = Failing(MemoryError("no room"))
-    fitted.optimizer.prepared_count = lambda found_inf: fail() or list
+    fitted.optimizer._prepared_count = lambda found_inf: fail() or list
     step = headroom.retry_on_oom(fitted.step)
     with pytest.warns(UserWarning, match="became"):
         step(tokens)

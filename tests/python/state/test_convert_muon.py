@@ -15,6 +15,12 @@ MATRICES = ((80, 64), (70, 60), (33, 129))
 COEFFICIENTS = (3.0, -4.0, 2.0)
 
 
+class Experts(nn.Module):
+    def __init__(self, stack):
+        super().__init__()
+        self.down_proj = nn.Parameter(stack)
+
+
 def mixed(cls=Muon, dtype=torch.float32, **options):
     """An optimizer of matrices, one of them packed, of experts, of a convolution and of vectors,
     after a few steps."""
@@ -28,7 +34,7 @@ def mixed(cls=Muon, dtype=torch.float32, **options):
         }
     ).to(dtype)
     model["conv"].to(memory_format=torch.channels_last)
-    model.register_parameter("experts", nn.Parameter(torch.randn(3, 16, 48).to(dtype)))
+    model["experts"] = Experts(torch.randn(3, 16, 48).to(dtype))
     options |= {"min_8bit_size": 512} if cls is Muon8bit else {}
     optimizer = cls(model, lr=LR, split={"qkv": 3}, convolutions=True, **options)
     run(list(model.parameters()), optimizer)

@@ -2,7 +2,9 @@
 
 import copy
 import io
+from functools import partial
 
+import headroom
 import pytest
 import torch
 from headroom._core.weight_modes import NEAREST, mode_of
@@ -158,28 +160,110 @@ def test_live_round_trip_keeps_every_byte(name):
             assert_same_bits(left.values(), right.values())
 
 
-def sharing(cls):
-    """Which states two optimizers share after one state_dict was loaded into both, and with it."""
-    model = build()
-    optimizer = cls(model.parameters(), lr=1e-2)
-    train(model, optimizer, range(2))
-    state = optimizer.state_dict()
-    loaded = []
-    for _ in range(2):
-        loaded.append(cls(build().parameters(), lr=1e-2))
-        loaded[-1].load_state_dict(state)
-
-    def shared(left, right):
-        pairs = zip(entries(left), entries(right))
-        return [{name: a[name].data_ptr() == b[name].data_ptr() for name in a} for a, b in pairs]
-
-    return shared(*loaded), shared(optimizer, loaded[0])
+def everything(optimizer):
+    """Copies of all tensors in the states of an optimizer."""
+    return [tensor.clone() for entry in entries(optimizer) for tensor in entry.values()]
 
 
-def test_loading_shares_memory_as_torch_does():
-    """load_state_dict() copies nothing that it need not convert: tensors of a live state_dict are
-    then states of both. Those who want two runs from one state deep-copy it, as with torch."""
-    assert sharing(ADAMW) == sharing(torch.optim.AdamW)
+@pytest.mark.parametrize("source", ["live", "snapshot"])
+@pytest.mark.parametrize("name", EVERY)
+def test_no_step_moves_a_state_that_another_optimizer_has_loaded(name, source):
+    """Of two runs from one state, or of a run and the snapshot that it goes back to, torch's write
+    to one another's moments."""
+    first, second = modes.build(torch.bfloat16), modes.build(torch.bfloat16)
+    a, b = (EVERY[name].make(model.parameters()) for model in (first, second))
+    modes.train(first, a, range(2))
+    given = a.state_dict() if source == "live" else copy.deepcopy(a.state_dict())
+    b.load_state_dict(given)
+    before, loaded = everything(a), everything(b)
+    modes.train(second, b, [2])
+    assert_same_bits(everything(a), before)
+    kept = [tensor for key in sorted(given["state"]) for tensor in given["state"][key].values()]
+    assert_same_bits(kept, before)
+    b.load_state_dict(copy.deepcopy(given))
+    assert_same_bits(everything(b), loaded)
+    modes.train(first, a, [2])
+    assert_same_bits(everything(b), loaded)
+
+
+@pytest.mark.parametrize("what", ["state", "step"])
+def test_an_offloaded_state_is_nobody_elses(what):
+    given = build(), build()
+    a, b = (ADAMW(given[0].parameters(), lr=1e-2), ADAMW(given[1].parameters(), offload=what))
+    train(given[0], a, range(2))
+    b.load_state_dict(a.state_dict())
+    before = everything(a)
+    train(given[1], b, [2])
+    assert_same_bits(everything(a), before)
+
+
+def test_what_others_keep_in_a_state_is_copied_too():
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    a, b = (ADAMW([param]) for param in params)
+    a.state[params[0]]["ema"] = torch.zeros(3)
+    a.state["more"] = {"parts": [torch.zeros(3)], "count": 2}
+    for entry in entries(a):
+        entry |= {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    b.load_state_dict(a.state_dict())
+    b.state[params[1]]["ema"].add_(1)
+    b.state["more"]["parts"][0].add_(1)
+    assert b.state["more"]["count"] == 2
+    assert a.state[params[0]]["ema"].sum() == 0 == a.state["more"]["parts"][0].sum()
+
+
+def test_one_tensor_in_two_states_becomes_two():
+    """Files keep what tensors share."""
+    optimizer = ADAMW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
+    first = {"step": torch.tensor(1.0, dtype=torch.float64)}
+    first |= {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    given = optimizer.state_dict() | {"state": {0: first, 1: dict(first)}}
+    file = io.BytesIO()
+    torch.save(given, file)
+    optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    assert [entry["step"] for entry in entries(optimizer)] == [2, 2]
+
+
+LENGTH, COUNT = 1 << 16, 8
+
+
+def stepped(**options):
+    params = [torch.nn.Parameter(torch.ones(LENGTH)) for _ in range(COUNT)]
+    optimizer = ADAMW(params, **options)
+    for param in params:
+        param.grad = torch.ones(LENGTH)
+    optimizer.step()
+    return optimizer
+
+
+def allocated(run):
+    """The largest number of bytes that were allocated on the CPU beyond those at the beginning."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    now = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, now)
+    return peak
+
+
+def test_a_load_takes_the_memory_of_one_tensor_more():
+    """The states that there were go as their copies come, and an optimizer's own states stay."""
+    snapshot, tensor = stepped().state_dict(), 4 * LENGTH
+    with_gradients = COUNT * 4 * tensor
+    assert allocated(lambda: stepped().load_state_dict(snapshot)) < with_gradients + 1.1 * tensor
+    own = stepped()
+    assert allocated(lambda: own.load_state_dict(own.state_dict())) < 0.1 * tensor
+
+
+def test_a_load_from_a_file_takes_no_second_copy(tmp_path):
+    headroom.save_state(tmp_path / "state", optimizer=stepped())
+    fresh, size = ADAMW([torch.nn.Parameter(torch.ones(LENGTH)) for _ in range(COUNT)]), 8 * LENGTH
+    load = partial(headroom.load_state, tmp_path / "state", optimizer=fresh, progress=False)
+    assert COUNT * size <= allocated(load) < (COUNT + 1) * size
 
 
 def test_two_optimizers_from_one_file_or_copy_are_independent():

@@ -65,7 +65,7 @@ def test_a_copy_has_copies_of_what_it_is_made_of():
         return {name: ("copy", value) for name, value in given.items()}
 
     copied = step.copied(copy)
-    names = {"model", "optimizer", "batch", "whole", "loss", "forward"}
+    names = {"model", "optimizer", "batch", "whole", "loss", "forward", "evaluates", "evaluated"}
     assert len(seen) == 1 and seen[0].keys() == names
     assert all(getattr(copied, name) == ("copy", getattr(step, name)) for name in seen[0])
     assert copied.amp == torch.bfloat16

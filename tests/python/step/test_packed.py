@@ -95,10 +95,34 @@ def test_batches_of_transformers_are_cut_as_the_collator_would_have_made_them(op
         {"ids": torch.ones(1, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None]},
         torch.ones(1, 6),
         {"x": torch.ones(6)},
+        *(
+            {
+                "ids": torch.ones(1, 6),
+                "position_ids": torch.arange(6)[None] % 3,
+                "attention_mask": mask,
+            }
+            for mask in (
+                torch.tensor([[1, 1, 1, 1, 1, 0]]),
+                torch.ones(1, 1, 6, 6),
+                torch.zeros(1, 1, 1, 6),
+                {"full_attention": torch.ones(1, 1, 6, 6)},
+                torch.ones(1, 6, device="meta"),
+            )
+        ),
     ],
 )
 def test_other_batches_are_not_packed(batch):
     assert ends_of(batch) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_a_mask_of_ones_says_nothing(dtype):
+    batch = flattened()
+    whole = batch | {"attention_mask": torch.ones(1, 50, dtype=dtype)}
+    assert ends_of(whole) == ends_of(batch)
+    for part, wanted in zip(parts(whole, 3), parts(batch, 3), strict=True):
+        assert torch.equal(part["input_ids"], wanted["input_ids"])
+        assert part["attention_mask"].shape == part["input_ids"].shape
 
 
 def test_samples_are_sequences():
@@ -256,12 +280,6 @@ def test_the_first_token_of_a_row_of_one_sequence_is_predicted_by_nothing():
         labels = torch.ones(shape, dtype=torch.int64)
         found = headroom.micro_batches(batch | {"labels": labels}, 6, next_tokens=True)
         assert [weight for _, weight in found] == [length - 1 for length in LENGTHS]
-
-
-def test_a_mask_beside_positions_makes_one_sequence():
-    """As for transformers, which then does not look at where positions begin."""
-    batch = flattened()
-    assert ends_of(batch | {"attention_mask": torch.ones_like(batch["input_ids"])}) is None
 
 
 def test_the_longest_sequence_may_be_a_tensor():

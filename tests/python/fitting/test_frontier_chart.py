@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from headroom._core.drawing import byte_unit, new_figure, plain_axes, safe_text, save_png
-from headroom._core.frontier_chart import Series, draw_frontier, label_points, telling
+from headroom.fitting.frontier_chart import Series, draw_frontier, label_points, telling
 
 GIB, MIB = 1 << 30, 1 << 20
 
