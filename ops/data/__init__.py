@@ -1,5 +1,5 @@
 """Feeds training steps: the settings that a loader should have, batches that are on the device
-before they are needed, and the memory that each batch of an epoch will take."""
+before they are needed, and the memory that the largest batches of an epoch will take."""
 
 from .advice import LoaderAdvice, advise, tuned
 from .costs import LoaderCosts

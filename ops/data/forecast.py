@@ -1,8 +1,7 @@
-"""``headroom.forecast``: the peak of every step of an epoch whose batches differ in size."""
+"""``headroom.forecast``: the largest steps of an epoch whose batches differ in size."""
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 from collections.abc import Callable, Iterable
@@ -18,10 +17,11 @@ from .._core.sizes import format_bytes, parse_bytes
 from ..planning import Plan, plan
 from ..step.errors import PlanError
 from ..step.micro_batches import largest_part, samples_of
-from .polynomials import TOLERANCE, Form, Polynomials, sizes_of
+from .forms import Form, Steps, next_planned
 
 __all__ = ["Forecast", "Remedy", "forecast"]
 
+LARGEST = 20  # steps that are planned exactly
 MOST_PARTS = 64
 SHOWN = 8  # steps in the table
 
@@ -47,46 +47,42 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory of every step of an epoch.
+    """The memory that the steps of an epoch need. Of a step that is not exact, the bytes are those
+    of a planned batch that is at least as large in every size: it needs at most so much.
 
     Attributes:
         peak_bytes: of each step, the most bytes of tensors that are live at once, as in
             :class:`headroom.planning.Plan`.
         total_bytes: of each step, what the process takes on the device; the peak on the CPU.
+        is_exact: of each step, whether its bytes are exact. Those of the largest 20 are.
         sizes: of each step, the sizes that differ between batches, by tensor and dimension.
         budget: the bytes that there are, or None.
         plans: how many plans were made.
-        error: the largest difference between a plan that was made to check and what was foretold
-            of it, as a fraction of the plan.
     """
 
     peak_bytes: list[int]
     total_bytes: list[int]
+    is_exact: list[bool]
     sizes: list[dict[str, int]]
     budget: int | None
     plans: int
-    error: float
     _epoch: _Epoch = field(repr=False, compare=False)
 
     @property
     def over(self) -> list[int]:
-        """Returns the steps that do not fit into the budget, of which a thousandth is left free:
-        so much may a step be off. None if there is no budget."""
-        within = self._within
-        return [step for step, size in enumerate(self.total_bytes) if size > within]
-
-    @property
-    def _within(self) -> float:
-        return math.inf if self.budget is None else self.budget / (1 + TOLERANCE)
+        """Returns the steps that do not fit into the budget; none if there is no budget."""
+        if self.budget is None:
+            return []
+        return [step for step, size in enumerate(self.total_bytes) if size > self.budget]
 
     @property
     def fits(self) -> bool:
         """Returns whether every step fits into the budget."""
         return not self.over
 
-    def worst(self, count: int = 20) -> list[int]:
+    def worst(self, count: int = LARGEST) -> list[int]:
         """Returns the steps that take the most, the largest first."""
-        sizes = list(zip(self.total_bytes, self.peak_bytes))
+        sizes = list(zip(self.total_bytes, self.peak_bytes, self.is_exact))
         return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:count]
 
     def batch(self, step: int) -> Any:
@@ -121,20 +117,27 @@ class Forecast:
         figure = drawing.new_figure(9.5, 3.8)
         axes = figure.subplots()
         over = set(self.over)
-        for color, label, steps in (
-            ("#0072B2", "fits" if self.budget else "", set(range(len(self.total_bytes))) - over),
-            ("#D55E00", "does not fit", over),
+        exact = {step for step, is_exact in enumerate(self.is_exact) if is_exact}
+        every = {*range(len(self.total_bytes))}
+        for color, alpha, label, steps in (
+            ("#0072B2", 1, "exact", exact - over),
+            ("#0072B2", 0.3, "at most", every - exact - over),
+            ("#D55E00", 1, "does not fit", over & exact),
+            ("#D55E00", 0.3, "does not fit, at most", over - exact),
         ):
             if steps:
                 at = sorted(steps)
                 heights = [self.total_bytes[step] / unit for step in at]
-                axes.scatter(at, heights, s=14 if len(at) < 500 else 5, color=color, label=label)
+                axes.scatter(
+                    at, heights, s=14 if len(every) < 500 else 5, color=color, alpha=alpha,
+                    label=label,
+                )  # fmt: skip
         if self.budget is not None:
             axes.axhline(
                 self.budget / unit, color=drawing.INK, linewidth=1, linestyle="--",
                 label=f"budget {format_bytes(self.budget)}",
             )  # fmt: skip
-            axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
+        axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
         axes.set_ylim(0, 1.12 * max(*self.total_bytes, self.budget or 0) / unit)
         axes.set_xlabel("step", color=drawing.FAINT, fontsize=8.5)
         axes.set_ylabel(f"{name} at the peak", color=drawing.FAINT, fontsize=8.5)
@@ -145,20 +148,19 @@ class Forecast:
     def table(self, top: int = SHOWN) -> str:
         """Returns the largest steps as text of at most 80 columns."""
         steps = len(self.total_bytes)
-        ordered = sorted(self.total_bytes)
         lines = [
-            f"{steps} steps: at most {format_bytes(ordered[-1])}, the median "
-            f"{format_bytes(ordered[steps // 2])}",
-            f"foretold by {self.plans} plans; checked to {100 * self.error:.2f} %",
+            f"{steps} steps: at most {format_bytes(max(self.total_bytes))}",
+            f"{self.plans} plans: {sum(self.is_exact)} steps exact, others bounded from above",
         ]
         if self.budget is not None:
             over = len(self.over)
             words = f"{over} do not fit" if over else "all fit"
             lines.append(f"of a budget of {format_bytes(self.budget)}: {words}")
-        lines += ["", f"{'step':>8}{'bytes':>12}  sizes"]
+        lines += ["", f"{'step':>8}{'bytes':>15}  sizes"]
         for step in self.worst(top):
             sizes = ", ".join(f"{name} {size}" for name, size in self.sizes[step].items())
-            lines.append(f"{step:>8}{format_bytes(self.total_bytes[step]):>12}  {sizes}"[:80])
+            size = ("" if self.is_exact[step] else "<= ") + format_bytes(self.total_bytes[step])
+            lines.append(f"{step:>8}{size:>15}  {sizes}"[:80])
         return "\n".join(lines)
 
     __str__ = table
@@ -174,12 +176,17 @@ def forecast(
     progress: bool = True,
     **options: Any,
 ) -> Forecast:
-    """Returns the memory that each step of an epoch will need, before the first one runs.
+    """Returns what the largest steps of an epoch will need, before the first one runs.
 
-    A plan is made for a few sizes of batches. Between them every allocation of a step is a
-    polynomial of the sizes, which the plans determine exactly; further plans, at sizes drawn at
-    random and where the peak is the largest, check it, and where one differs by more than a
-    thousandth, sizes are divided and planned again.
+    Of two batches that differ in nothing but sizes, one that is at least as large in every size
+    (rows, length and so on) is taken to need at least as much. So the peak of the epoch is that of
+    a batch that no other one exceeds in every size: these are planned first, and then the next
+    smaller ones, until the 20 steps that need the most are known exactly. With a budget, more are
+    planned until it is known of each step whether it fits.
+
+    What any other step needs is not foretold but bounded, by the smallest planned batch that is at
+    least as large. A step that needs less memory for a longer batch, such as one that computes in
+    another way from some length on, is no exception that is looked for.
 
     Args:
         model, optimizer: as in :func:`headroom.plan`.
@@ -203,8 +210,8 @@ def forecast(
         )
     with loader_kept(lengths):
         epoch = _Epoch(model, optimizer, options, collate, lengths)
-    with progress_bar(epoch.distinct, "forecast", unit="size", shown=progress) as bar:
-        return epoch.foretold(size, bar.update)
+    with progress_bar(None, "forecast", unit="plan", shown=progress) as bar:
+        return epoch.foretold(LARGEST, size, bar.update)
 
 
 def _lengths(item: Any, number: int) -> list[int]:
@@ -238,81 +245,91 @@ class _Epoch:
         self._collate = collate
         self.lengths: list[list[int]] = []
         self._forms: dict[Any, Form] = {}
-        self._of_step: list[tuple[Form, tuple[int, ...]]] = []
-        self._known: dict[Form, Polynomials] = {}
+        self._steps: list[Steps] = []  # of each step, those of the same sizes
+        known: dict[Any, Steps] = {}
         for number, item in enumerate(lengths):
             if collate is not None:
                 item = _lengths(item, number)
                 self.lengths.append(item)
-            self._of_step.append(self._added(self._made(item)))
-        if not self._of_step:
+            batch = item if collate is None else collate(item)
+            form = Form(batch)
+            form = self._forms.setdefault(form.key, form)
+            sizes, is_first = form.add(batch), not number
+            alike = known.setdefault((form, sizes, is_first), Steps(form, sizes, is_first))
+            alike.count += 1
+            self._steps.append(alike)
+        if not self._steps:
             raise ValueError("lengths is empty: there is no step to foretell")
 
-    @property
-    def distinct(self) -> int:
-        """Returns how many batches differ in size."""
-        return sum(len(form.batches) for form in self._forms.values())
-
-    def _made(self, item: Any) -> Any:
-        return item if self._collate is None else self._collate(item)
-
-    def _added(self, batch: Any) -> tuple[Form, tuple[int, ...]]:
-        found = Form(batch)
-        form = self._forms.setdefault(found.key, found)
-        return form, form.add(batch)
-
     def batch(self, step: int) -> Any:
-        form, sizes = self._of_step[step]
-        return form.batches[sizes]
+        return self._steps[step].batch
 
-    def plan(self, batch: Any, **changed: Any) -> Plan:
+    def sizes(self, step: int) -> dict[str, int]:
+        steps = self._steps[step]
+        return steps.form.named(steps.sizes)
+
+    def plan(self, batch: Any) -> Plan:
         model, optimizer, options = self._planned
-        return plan(model, optimizer, batch, **options | changed)
+        return plan(model, optimizer, batch, **options)
 
-    def _plan_of_step(self, batch: Any) -> Plan:
-        """Returns the plan of one of the epoch's batches; an error says of which step it is."""
+    def _plan_of(self, steps: Steps) -> Plan:
+        """Returns the plan of steps; an error says which is the first."""
         try:
-            return self.plan(batch)
+            return self.plan(steps.batch)
         except PlanError as error:
-            step = next(n for n in range(len(self._of_step)) if self.batch(n) is batch)
+            step = self._steps.index(steps)
             sizes = ", ".join(f"{name} {size}" for name, size in self.sizes(step).items())
             where = f"step {step}" + (f", of {sizes}" if sizes else "")
             raise PlanError(f"{where}: {error}") from error
 
-    def sizes(self, step: int) -> dict[str, int]:
-        form, sizes = self._of_step[step]
-        return form.named(sizes)
-
-    def foretold(self, budget: int | None, covered: Callable[[int], Any]) -> Forecast:
-        for form in self._forms.values():
-            self._known[form] = Polynomials(form, self._plan_of_step, covered)
-        peaks = [self._known[form].peaks[form.point(sizes)] for form, sizes in self._of_step]
-        begun, *others = peaks
-        known = self._known.values()
+    def foretold(
+        self,
+        largest: int,
+        budget: int | None = None,
+        planned: Callable[[int], Any] = lambda count: None,
+    ) -> Forecast:
+        """Returns what the steps need, so many of the largest ones exactly."""
+        known, plans = list(dict.fromkeys(self._steps)), 0
+        while (steps := next_planned(known, largest, budget)) is not None:
+            found = self._plan_of(steps)
+            for other in known:
+                other.learn(steps.form, steps.sizes, found)
+            plans += 1
+            planned(1)
         return Forecast(
-            [begun.first, *(one.steady for one in others)],
-            [begun.first + begun.share, *(one.steady + one.share for one in others)],
-            [*map(self.sizes, range(len(peaks)))],
+            [int(steps.most.peak) for steps in self._steps],
+            [int(steps.most.total) for steps in self._steps],
+            [steps.is_exact for steps in self._steps],
+            [*map(self.sizes, range(len(self._steps)))],
             budget,
-            sum(each.plans for each in known),
-            max(each.error for each in known),
+            plans,
             self,
         )
+
+    def _peak(self, batches: list[Any], **changed: Any) -> tuple[int, int]:
+        """Returns the most that other batches take on the device, and which of them does."""
+        model, optimizer, options = self._planned
+        # The first one twice: of the first step, only the first step is foretold.
+        epoch = _Epoch(model, optimizer, options | changed, None, [*batches, batches[0]])
+        found = epoch.foretold(1)
+        step = found.worst(1)[0]
+        return found.total_bytes[step], step % len(batches)
 
     # ---- ways out --------------------------------------------------------------------------------
 
     def remedies(self, found: Forecast) -> list[Remedy]:
-        remedies, within = [], found._within
-        if self.lengths and (limit := self._limit(found, within)) is not None:
+        assert found.budget is not None
+        remedies, budget = [], found.budget
+        if self.lengths and (limit := self._limit(found, budget)) is not None:
             remedies.append(limit)
-        if (cut := self._micro_batches(self.batch(found.worst(1)[0]), within)) is not None:
+        if (cut := self._micro_batches(self.batch(found.worst(1)[0]), budget)) is not None:
             remedies.append(cut)
         largest, *others = [self.plan(batch).advice() for batch in self._largest(found)]
         for each in largest:
             plans = [each.plan, *(a.plan for more in others for a in more if a.name == each.name)]
             total = max(one.total_bytes for one in plans)
             is_known = len(plans) == 1 + len(others)
-            if is_known and total <= within and "micro-batches" not in each.name:
+            if is_known and total <= budget and "micro-batches" not in each.name:
                 remedies.append(Remedy(each.name, total, each.code))
         return remedies
 
@@ -321,62 +338,50 @@ class _Epoch:
         and have the most of a size, which may take the most once a step has changed."""
         steps = found.worst(1)
         for form in self._forms.values():
-            over = [step for step in found.over if self._of_step[step][0] is form]
+            over = [step for step in found.over if self._steps[step].form is form]
             for name in self.sizes(over[0]) if over else ():
                 steps.append(max(over, key=lambda step: (self.sizes(step)[name], -step)))
         return [*{id(batch): batch for batch in map(self.batch, steps)}.values()]
 
-    def _limit(self, found: Forecast, within: float) -> Remedy | None:
+    def _limit(self, found: Forecast, budget: int) -> Remedy | None:
         """Returns the longest sequences with which all steps fit, if longer ones are cut."""
+        collate = self._collate
+        assert collate is not None
 
-        def most(limit: int) -> int:
-            cut = {tuple(min(n, limit) for n in self.lengths[step]) for step in found.over}
-            return max(self._total(self._made([*one])) for one in cut)
+        def most(limit: int, steps: Iterable[int]) -> int:
+            cut = {tuple(min(n, limit) for n in self.lengths[step]) for step in steps}
+            return self._peak([collate([*one]) for one in cut])[0]
 
         fitting, not_fitting = 0, max(max(self.lengths[step]) for step in found.over)
         while not_fitting - fitting > 1:
             middle = (fitting + not_fitting) // 2
-            if most(middle) <= within:
+            if most(middle, found.over) <= budget:
                 fitting = middle
             else:
                 not_fitting = middle
         if not fitting:
             return None
-        kept = [size for size in found.total_bytes if size <= within]
         return Remedy(
             f"sequences of at most {fitting}",
-            max(most(fitting), *kept, 0),
+            most(fitting, range(len(self.lengths))),
             f"tokens = tokens[:{fitting}]  # of each sequence",
         )
 
-    def _total(self, batch: Any) -> int:
-        """Returns what a step takes whose batch is not one of the epoch's."""
-        form, sizes = self._forms.get(Form(batch).key), sizes_of(batch)
-        if form is not None and form.has(sizes):
-            found = self._known[form].between(form.point(sizes))
-            if found is not None:
-                return found.steady + found.share
-        return self.plan(batch).total_bytes
-
-    def _micro_batches(self, worst: Any, within: float) -> Remedy | None:
+    def _micro_batches(self, worst: Any, budget: int) -> Remedy | None:
         """Returns the fewest micro-batches with which all batches fit, if there are any; ``worst``
         is looked at first."""
-        model, optimizer, options = self._planned
         batches = [batch for form in self._forms.values() for batch in form.batches.values()]
         count = 2
         while count <= min(MOST_PARTS, samples_of(worst) or 0):
-            changed = options | {"accumulation": count}
             try:
-                total = plan(model, optimizer, largest_part(worst, count), **changed).total_bytes
-                if total <= within:
-                    # The first one twice: of the first step, only the first step is foretold.
-                    each = [largest_part(batch, count) for batch in [*batches, batches[0]]]
-                    cut = _Epoch(model, optimizer, changed, None, each).foretold(None, _ignored)
-                    step = cut.worst(1)[0]
-                    total, worst = cut.total_bytes[step], batches[step % len(batches)]
+                total, _ = self._peak([largest_part(worst, count)], accumulation=count)
+                if total <= budget:
+                    each = [largest_part(batch, count) for batch in batches]
+                    total, largest = self._peak(each, accumulation=count)
+                    worst = batches[largest]
             except PlanError:
                 return None
-            if total <= within:
+            if total <= budget:
                 return Remedy(
                     f"{count} micro-batches",
                     total,
@@ -386,7 +391,3 @@ class _Epoch:
                 )
             count *= 2
         return None
-
-
-def _ignored(count: int) -> None:
-    """Shows no progress."""
