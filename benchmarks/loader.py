@@ -185,11 +185,11 @@ def seconds(loader: DataLoader[Any], step: Callable[[Any], Any], epochs: int) ->
 
 def compared(case: Case, rounds: int, quick: bool) -> dict[str, Any]:
     """Returns the row of a case: the advised settings, and the times of all."""
-    from headroom.data import Settings, advise, costs
+    from headroom.data import Settings, advise, trials
     from headroom.data.settings import with_settings
 
     if quick:
-        costs.SECONDS = 0.01
+        trials.SECONDS = 0.01
     loader = case.make()
     with processors(case.one_cpu):
         advice = advise(loader, case.step)
@@ -213,7 +213,7 @@ def compared(case: Case, rounds: int, quick: bool) -> dict[str, Any]:
         "ratio": ratio,
         "met": ratio <= AT_MOST,
         "seconds": {str(one): found for one, found in times.items()},
-        "costs": asdict(advice.costs),
+        "trials": [asdict(trial) for trial in advice.trials],
         "reasons": [*advice.reasons],
     }
 

@@ -2,16 +2,16 @@
 before they are needed, and the memory that the largest batches of an epoch will take."""
 
 from .advice import LoaderAdvice, advise, tuned
-from .costs import LoaderCosts
 from .forecast import Forecast, Remedy, forecast
 from .prefetch import DevicePrefetcher
 from .settings import Settings
+from .trials import LoaderTrial
 
 __all__ = [
     "DevicePrefetcher",
     "Forecast",
     "LoaderAdvice",
-    "LoaderCosts",
+    "LoaderTrial",
     "Remedy",
     "Settings",
     "advise",

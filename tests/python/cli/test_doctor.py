@@ -370,11 +370,11 @@ def broken():
 def test_a_loader_is_advised_on(tmp_path, monkeypatch, capsys):
     write(tmp_path / "loaders_of_a_test.py", LOADERS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(headroom.data.costs, "SECONDS", 0.02)
+    monkeypatch.setattr(headroom.data.trials, "SECONDS", 0.02)
     monkeypatch.setattr(doctor, "examine", lambda: [])
     assert main(["doctor", "--json", "--loader", "loaders_of_a_test:with_step"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["loader"]["costs"]["step_seconds"] == 0.5 and found["broken"] == 0
+    assert found["loader"]["trials"][0]["work_seconds"] >= 0.5 and found["broken"] == 0
     assert found["loader"]["settings"]["num_workers"] == 0
     assert main(["doctor", "--loader", "loaders_of_a_test:loader"]) == 0
     assert "\nloader\nadvised     num_workers=" in capsys.readouterr().out

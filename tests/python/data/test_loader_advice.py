@@ -11,102 +11,99 @@ import pytest
 import torch
 from headroom._core.available import allowed_cpus
 from headroom._core.cgroups import cgroup_cpus
-from headroom.data import LoaderAdvice, LoaderCosts, Settings, advise, costs, tuned
+from headroom.data import LoaderAdvice, LoaderTrial, Settings, advise, trials, tuned
 from headroom.data.advice import _advised
-from headroom.data.model import Host, Model
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 MS = 1e-3
 
 
-def costs_of(**changes):
-    """Costs of a batch of 10 ms, which a processor makes, and of a step of 20 ms on a GPU."""
-    known = LoaderCosts(
-        load_seconds=10 * MS,
-        slowest_seconds=10 * MS,
-        worker_seconds=11 * MS,
-        worker_cpu_seconds=10 * MS,
-        receive_seconds=0.2 * MS,
-        start_seconds=20 * MS,
-        first_seconds=30 * MS,
-        worker_bytes=10 << 20,
-        batch_bytes=1 << 20,
-        is_pinned=False,
-        step_seconds=20 * MS,
-        step_cpu_seconds=1 * MS,
-        blocked_seconds=10 * MS,
-        batches=1000,
-    )
-    return dataclasses.replace(known, **changes)
+@dataclasses.dataclass
+class Simulated:
+    """Trials of a machine whose times are known. A batch takes ``load`` to make, of which ``cpu``
+    on a processor; a step takes ``step``."""
+
+    load: float = 10 * MS
+    cpu: float = 10 * MS
+    step: float = 20 * MS
+    cpus: float = 8.0
+    start: float = 20 * MS  # of each worker
+    receive: float = 0.2 * MS
+    batches: int | None = 1000
+    batch_bytes: int = 1 << 20
+    is_pinned: bool = False
+    loader: DataLoader = dataclasses.field(default_factory=lambda: DataLoader(torch.arange(4)))
+    tries: list = dataclasses.field(default_factory=list)
+
+    def tried(self, settings):
+        self.tries.append(settings)
+        workers = settings.num_workers
+        if not workers:
+            return LoaderTrial(settings, self.step + self.load, self.step, 0.0, self.load)
+        on_cpus = (self.cpu + self.receive) / self.cpus
+        steady = max(self.step + self.receive, self.load / workers, on_cpus)
+        return LoaderTrial(settings, steady, self.step, workers * self.start, 2 * self.load)
 
 
-def model_of(cpus=8.0, free=None, shared=None, least=0, can_persist=True, **changes):
-    return Model(costs_of(**changes), Host(cpus, free, shared, 1), least, can_persist)
+def advised(room=None, most=16, has_gpu=False, **known):
+    return _advised(Simulated(**known), room, most, has_gpu)
 
 
-def workers(**given):
-    return model_of(**given).best(False).num_workers
+def workers(**known):
+    return advised(**known).settings.num_workers
 
 
-# ---- the model -----------------------------------------------------------------------------------
+# ---- which trial is advised ----------------------------------------------------------------------
 
 
 def test_workers_are_as_many_as_hide_the_loading():
     assert workers() == 1
-    assert workers(worker_seconds=55 * MS, worker_cpu_seconds=55 * MS, load_seconds=50 * MS) == 3
-    assert workers(step_seconds=0.0, step_cpu_seconds=0.0) == 9  # as fast as it can be
+    assert workers(load=50 * MS) == 4
+    assert workers(load=50 * MS, most=2) == 2
 
 
-def test_what_is_fast_already_needs_none():
-    assert workers(load_seconds=0.3 * MS, worker_seconds=1 * MS) == 0
+def test_what_is_fast_already_needs_none_and_no_trial_of_workers():
+    machine = Simulated(load=0.3 * MS)
+    assert _advised(machine, None, 16, False).settings == Settings()
+    assert machine.tries == [Settings()]
 
 
-def test_one_processor_that_is_busy_needs_none():
-    assert workers(cpus=1.0, step_cpu_seconds=20 * MS) == 0
-    assert workers(cpus=1.0, step_cpu_seconds=1 * MS) == 1  # the step is on a GPU
-
-
-def test_workers_that_wait_may_be_more_than_processors():
-    slow = {"load_seconds": 70 * MS, "worker_seconds": 70 * MS, "worker_cpu_seconds": 2 * MS}
-    assert workers(cpus=2.0, **slow) == 4
-    assert workers(cpus=2.0, **slow | {"worker_cpu_seconds": 70 * MS}) == 2
+def test_workers_that_gain_nothing_end_the_trials():
+    machine = Simulated(load=100 * MS, cpu=100 * MS, cpus=2)
+    assert _advised(machine, None, 64, False).settings.num_workers == 2
+    assert max(one.num_workers for one in machine.tries) == 4
+    assert workers(load=100 * MS, cpu=1 * MS, cpus=2) == 8  # they wait, for files
 
 
 def test_batches_that_take_longer_to_send_than_to_make_are_made_here():
-    sent = {"worker_seconds": 30 * MS, "worker_cpu_seconds": 30 * MS, "receive_seconds": 12 * MS}
-    assert workers(cpus=2.0, **sent) == 0
+    assert workers(load=5 * MS, receive=30 * MS) == 0
 
 
 def test_a_short_epoch_is_not_worth_the_start_of_workers():
-    assert workers(batches=4, start_seconds=100 * MS) == 0
-    found = model_of(batches=40).best(False)
+    assert workers(batches=4, start=100 * MS) == 0
+    found = advised(batches=40).settings
     assert found.num_workers == 1 and found.persistent_workers
-    assert not model_of(batches=100_000).best(False).persistent_workers
-    assert not model_of(batches=40, can_persist=False).best(False).persistent_workers
+    assert not advised(batches=100_000).settings.persistent_workers
+    has_epochs = DataLoader(torch.utils.data.TensorDataset(torch.arange(4)))
+    has_epochs.dataset.set_epoch = print
+    assert not advised(batches=40, loader=has_epochs).settings.persistent_workers
 
 
-def test_more_batches_are_made_ahead_where_some_take_long():
-    assert model_of().best(False).prefetch_factor == 2
-    slow = model_of(slowest_seconds=100 * MS).best(False)
-    assert slow.num_workers * slow.prefetch_factor >= 5
+def test_seconds_are_of_an_epoch_of_which_workers_that_persist_start_once():
+    trial = LoaderTrial(Settings(2, 2), 10 * MS, 9 * MS, 600 * MS, 100 * MS)
+    assert trial.seconds(10) == pytest.approx(80 * MS)
+    lasting = dataclasses.replace(trial, settings=Settings(2, 2, persistent_workers=True))
+    assert lasting.seconds(10) == pytest.approx(40 * MS)  # of three epochs
+    assert trial.seconds(None) == 10 * MS
 
 
-@pytest.mark.parametrize("limit", ["free", "shared"])
-def test_memory_of_the_host_bounds_workers_and_what_they_make_ahead(limit):
-    busy = {"load_seconds": 50 * MS, "worker_seconds": 55 * MS, "worker_bytes": 0}
-    assert model_of(**busy).best(False).num_workers == 3
-    tight = model_of(**busy, **{limit: 2 << 20})
-    found = tight.best(False)
-    assert found.num_workers == 2 and found.prefetch_factor == 1
-    assert tight.host_bytes(found) <= 2 << 20
-    assert model_of(**busy, **{limit: 1000}).best(False).num_workers == 0
-
-
-def test_pinned_memory_counts_the_batch_in_use():
-    model = model_of(worker_seconds=55 * MS, worker_cpu_seconds=55 * MS, load_seconds=50 * MS)
-    found = model.best(True)
-    assert model.pinned_bytes(found) == (found.num_workers * found.prefetch_factor + 1) << 20
-    assert model.host_bytes(found) == found.num_workers * (10 << 20) + model.batch_bytes(found)
+def test_memory_of_the_host_bounds_the_batches_made_ahead():
+    found = advised(load=50 * MS, room=4 << 20)
+    assert found.settings == Settings(4, 1) or found.settings == Settings(4, 1, False, True)
+    found = advised(load=50 * MS, room=3 << 20)
+    assert found.settings.num_workers == 2 and found.settings.prefetch_factor == 1
+    assert "no memory for the batches of 4 workers" in str(found)
+    assert workers(load=50 * MS, room=1000) == 0
 
 
 # ---- what the system allows ----------------------------------------------------------------------
@@ -142,7 +139,7 @@ def test_the_quota_of_a_cgroup_is_the_least_of_all_that_it_is_in(tmp_path):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(costs, "SECONDS", 0.05)
+    monkeypatch.setattr(trials, "SECONDS", 0.05)
 
 
 class Slow(Dataset):
@@ -169,19 +166,20 @@ def test_advice_on_a_loader_that_waits(tmp_path):
     """With a quota of one processor, which such workers do not need."""
     cgroup(tmp_path, 2, "/", cpu__max="100000 100000")
     read(tmp_path / "proc/meminfo", "MemAvailable: 1000000 kB\n")
-    data, before = Slow(), torch.get_rng_state()
-    loader = DataLoader(data, batch_size=4, shuffle=True)
+    data, before = Slow(9600), torch.get_rng_state()
+    loader = DataLoader(data, batch_size=16, shuffle=True)
     found = advise(loader, lambda batch: time.sleep(0.004), root=tmp_path)
     assert torch.equal(torch.get_rng_state(), before) and data.file is None
-    assert isinstance(found, LoaderAdvice) and found.cpus == 1
+    assert isinstance(found, LoaderAdvice)
     assert found.current == Settings() and found.settings.num_workers >= 2
-    assert found.costs.batch_bytes == 16 and found.costs.batches == 24
-    assert 8 * MS < found.costs.load_seconds and 4 * MS < found.costs.step_seconds
-    assert found.costs.worker_cpu_seconds < 0.5 * found.costs.worker_seconds
+    assert found.batch_bytes == 64
+    here = found.trials[0]
+    assert here.settings == Settings() and here.steady_seconds > 36 * MS
+    assert 4 * MS <= here.work_seconds < here.steady_seconds - 32 * MS
     assert found.seconds < found.current_seconds
-    assert found.saved_seconds == pytest.approx(24 * (found.current_seconds - found.seconds))
+    assert found.saved_seconds == pytest.approx(600 * (found.current_seconds - found.seconds))
     text = str(found)
-    assert str(found.settings) in text and "needs no processor" in text and "4 per GPU" in text
+    assert str(found.settings) in text and "\n2 workers   a step" in text
     assert max(map(len, text.splitlines())) <= 100
     again = json.loads(json.dumps(found.as_dict()))
     assert again["settings"]["num_workers"] == found.settings.num_workers
@@ -193,13 +191,14 @@ def test_what_is_made_at_once_stays_in_this_process():
     loader = DataLoader(torch.arange(64.0), batch_size=8)
     found = advise(loader, step=1.0)
     assert found.settings == Settings() == found.current and found.saved_seconds == 0
-    assert "which is little beside a step" in str(found)
+    assert len(found.trials) == 1
 
 
-def test_the_time_that_a_loader_with_workers_blocks_is_measured():
-    loader = DataLoader(Slow(), batch_size=8, num_workers=1)
+def test_the_current_settings_are_tried_too():
+    loader = DataLoader(Slow(), batch_size=8, num_workers=3, prefetch_factor=4)
     found = advise(loader, lambda batch: None)
-    assert 8 * MS < found.costs.blocked_seconds < 200 * MS
+    assert found.trials[-1].settings == Settings(3, 4) == found.current
+    assert 16 * MS < found.trials[0].steady_seconds < 200 * MS
 
 
 class OnlyHere(Slow):
@@ -211,7 +210,7 @@ class OnlyHere(Slow):
 
 def test_a_dataset_that_workers_cannot_read_stays_here():
     found = advise(DataLoader(OnlyHere(), batch_size=4), step=0.001)
-    assert found.settings.num_workers == 0 and found.rule_seconds is None
+    assert found.settings.num_workers == 0
     assert "Workers cannot be used: RuntimeError: a handle that no worker has" in str(found)
 
 
@@ -224,7 +223,7 @@ class Stream(IterableDataset):
 
 def test_an_iterable_dataset_keeps_its_number_of_workers():
     found = advise(DataLoader(Stream(), batch_size=4), step=0.001)
-    assert found.settings.num_workers == 0 and found.costs.batches is None
+    assert found.settings.num_workers == 0 and len(found.trials) == 1
     assert found.saved_seconds is None and "The dataset is iterable" in str(found)
 
 
@@ -236,15 +235,15 @@ def test_a_worker_init_fn_keeps_a_worker():
 
 def test_gpus_want_pinned_memory():
     loader = DataLoader(torch.arange(64.0), pin_memory=True)
-    on_gpu = _advised(loader, costs_of(), Host(8, None, None, 1), has_gpu=True)
-    assert on_gpu.settings.pin_memory and on_gpu.pinned_bytes == 3 << 20
-    on_cpu = _advised(loader, costs_of(), Host(8, None, None, 1), has_gpu=False)
+    on_gpu = advised(loader=loader, has_gpu=True)
+    assert on_gpu.settings.pin_memory
+    on_cpu = advised(loader=loader)
     assert not on_cpu.settings.pin_memory and "no GPU" in str(on_cpu)
-    pinned = _advised(loader, costs_of(is_pinned=True), Host(8, None, None, 1), has_gpu=True)
+    pinned = advised(loader=loader, has_gpu=True, is_pinned=True)
     assert not pinned.settings.pin_memory and "pinned already" in str(pinned)
 
 
-def test_a_profile_says_how_long_steps_take_and_wait():
+def test_a_profile_says_how_long_steps_take():
     data = Slow()
     loader, model = DataLoader(data, batch_size=4), torch.nn.Linear(1, 1)
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
@@ -256,8 +255,7 @@ def test_a_profile_says_how_long_steps_take_and_wait():
             if len(prof.results):
                 break
     found = advise(loader, prof)
-    assert found.costs.blocked_seconds > 8 * MS
-    assert 3 * MS < found.costs.step_seconds < 100 * MS
+    assert 3 * MS < found.trials[0].work_seconds < 100 * MS
     assert "headroom.data.advise" in prof.table()
 
 
@@ -284,7 +282,7 @@ def test_a_loader_without_batches_is_refused():
 
 
 def with_workers(loader, **settings):
-    advice = _advised(loader, costs_of(), Host(8, None, None, 1), has_gpu=False)
+    advice = advised(loader=loader)
     return tuned(loader, dataclasses.replace(advice, settings=Settings(**settings)))
 
 

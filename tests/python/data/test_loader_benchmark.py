@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from headroom.data import costs
+from headroom.data import trials
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
@@ -15,7 +15,7 @@ from benchmarks import loader  # noqa: E402
 
 
 def test_every_setting_of_the_grid_is_timed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(costs, "SECONDS", costs.SECONDS)
+    monkeypatch.setattr(trials, "SECONDS", trials.SECONDS)
     path, cpus = tmp_path / "loader.json", os.sched_getaffinity(0)
     chosen = ["already fast", "one processor"]
     line = ["loader", "--quick", "--cases", *chosen, "--json", str(path)]
