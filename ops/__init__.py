@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
 from ._core import binaries
-from ._core.advice import advisers
-from ._core.lazy import lazy, lent
+from ._core.lazy import advisers, lazy, lent
 
 if TYPE_CHECKING:
     from . import (

@@ -1,4 +1,5 @@
-"""Imports what a package offers when it is first used, so that importing the package is quick."""
+"""Imports what a package offers when it is first used, so that importing the package is quick. The
+root of the package fills in here what packages get from others that are above them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ from typing import Any
 lent: dict[str, dict[str, str]] = {}
 """For a package, names that it offers too, and their modules, which are above it. The root of the
 package fills it."""
+
+advisers: list[Callable[..., list[str]]] = []
+"""Each returns lines that say what would have made a step smaller, of the model, its optimizers,
+the shapes of its arguments, and the bytes that were asked for. The root of the package adds what
+plans them: the error of memory that ends with them is explained below the planner."""
 
 
 def lazy(

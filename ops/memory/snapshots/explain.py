@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..._core.advice import advisers
+from ..._core.lazy import advisers
 from ..._core.sizes import format_bytes, parse_bytes
 from ..._core.text import shortened
 from ..cuda_trace import lines_of

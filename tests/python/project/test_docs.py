@@ -21,7 +21,6 @@ INDEXES = ["README.md", "docs/README.md"]
 # Pages about programs of this repository, which have commands and tables in place of code.
 WITHOUT_CODE = ["docs/README.md", "docs/benchmarks.md", "docs/convergence.md"]
 WITHOUT_CODE += ["docs/memory-ladder.md"]
-LONGEST_README = 150
 
 
 def read(document):
@@ -230,10 +229,6 @@ def test_every_folder_is_explained():
     folders.discard("__pycache__")
     text = read("CONTRIBUTING.md")
     assert not [name for name in sorted(folders) if not re.search(rf"`[\w/]*\b{name}/?`", text)]
-
-
-def test_the_readme_is_short():
-    assert len(read("README.md").splitlines()) <= LONGEST_README
 
 
 def test_what_the_package_offers_is_documented():

@@ -42,22 +42,6 @@ def test_every_layer_has_the_stem(op, family):
     assert not missing, f"{op} lacks {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("kind, op", [("list op", "accumulate"), ("row op", "glu")])
-def test_an_op_costs_what_contributing_says(kind, op):
-    """The tables there are of the ops to copy: their files, and what is edited."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    pattern = rf"{kind}\b.*?at most (\d+) files, (\d+) edits\s+and ([\d,]+) lines"
-    measure = re.search(pattern, text, re.DOTALL)
-    limits = [int(number.replace(",", "")) for number in measure.groups()]
-    table = text[measure.end() :].split("\n\n")[1]
-    files = re.findall(r"^\| \d+ \| `(.+?)` \|", table, re.MULTILINE)
-    (edits,) = re.findall(r"^\| \| edits: (.+?) \|", table, re.MULTILINE)
-    assert files and all(op in path for path in files)
-    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files)
-    values = len(files), edits.count("`") // 2, lines
-    assert all(value <= limit for value, limit in zip(values, limits)), values
-
-
 @pytest.mark.parametrize("op", ["accumulate", "glu"])
 def test_what_ops_share_is_not_told_of_an_op(op):
     shared = ["project/test_benchmarks.py", "functional/test_row_ops.py"]
