@@ -161,7 +161,7 @@ def test_an_error_while_it_is_applied_takes_everything_back(monkeypatch):
     def fails(*args, **kwargs):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("headroom.fitting.apply.applied.load_master_weights", fails)
+    monkeypatch.setattr("headroom.techniques.weights16.load_master_weights", fails)
     optimizer = replacement(torch.optim.AdamW(model.parameters()), "8bit", "remainder16")
     with pytest.raises(MemoryError):
         Applied(model, ["blocks.1"], optimizer, Choice(("L5",), 1, "8bit", "bf16"))

@@ -1,0 +1,161 @@
+"""Save levels: what blocks keep for the backward pass, and what they compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .._core.module_copies import copied_modules
+from ..nn.block import Block
+from ..nn.steps import LEVELS, SaveLevel, levels_for_all, save_level
+from ..patching import patch
+from ..patching.changes import is_patched
+from ..patching.families import find_layers
+from ..patching.levels import set_levels
+from ..step.description import Step
+from .technique import Change, Option, Target, Technique
+
+# The products that are done again, of those of a Llama block.
+_TIMES = {
+    "L1": "about as fast",
+    "L2": "about 6 % slower",
+    "L3": "about 7 % slower",
+    "L4": "about 8 % slower",
+    "L5": "about 25 % slower",
+}
+_SOURCE_OF_TIMES = "products done again, of those of a Llama block: docs/blocks.md"
+
+
+class Levels(Technique):
+    """Sets what each block keeps, and in the same patch the fused loss and which blocks have their
+    weights on the host."""
+
+    field, default = "levels", ()
+    told, row = 0, 9
+    is_searched = counts = False
+    options = {
+        "save": Option(choices=LEVELS, help="save level of the blocks of headroom.nn"),
+        "checkpoint_every": Option(least=1),
+    }
+
+    def refusal_of_type(self, value: Any) -> str | None:
+        is_good = isinstance(value, (list, tuple)) and all(type(x) is str for x in value)
+        return None if is_good else "a list of names"
+
+    def on_copy(self, target: Target, choice: Any) -> None:
+        set_blocks(target, choice.but(weights_host=0))  # which is planned as the step says it
+
+    def on_measured_copy(self, target: Target, choice: Any) -> None:
+        """Leaves blocks as they are: they are measured at each of their levels."""
+
+    def apply(self, target: Target, choice: Any) -> Callable[[], None] | None:
+        set_blocks(target, choice)
+        return None
+
+    def words(self, choice: Any) -> list[str]:
+        names = sorted({*choice.levels})
+        if len(names) == 1:
+            return [f"all {names[0]}"]
+        return [f"{choice.levels.count(name)} {name}" for name in names]
+
+    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
+        return "levels", counted(before.levels), counted(after.levels)
+
+    def advice(self, step: Step) -> Iterator[Change]:
+        if step.checkpoint_every is not None:
+            return
+        yield from _of_blocks(step)
+        for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
+            yield (
+                f"checkpoint_every(model, {every})",
+                step.but(checkpoint_every=every),
+                cost,
+                "a second forward pass of the blocks: a third of their products",
+                f"headroom.checkpoint_every(model, {every})",
+            )
+        for level, model in _patched(step.model):
+            code = f"headroom.patch(model{'' if level is None else f', save={level!r}'})"
+            yield (
+                code,
+                step.but(model=model),
+                "about as fast" if level is None else _TIMES[level],
+                "no product is done again" if level is None else _SOURCE_OF_TIMES,
+                code,
+            )
+
+
+def set_blocks(target: Target, choice: Any) -> None:
+    """Sets what one patch of the model sets of a choice."""
+    set_levels(
+        target.model,
+        dict(zip(target.blocks, choice.levels)),
+        fused_loss=choice.fused_loss,
+        on_host=target.blocks[: choice.weights_host],
+    )
+
+
+def counted(levels: tuple[str, ...]) -> str:
+    """Returns how many blocks are at each level: "2 L0, 4 L5"."""
+    return ", ".join(f"{levels.count(name)} {name}" for name in sorted(set(levels)))
+
+
+def _of_blocks(step: Step) -> Iterator[Change]:
+    """Yields levels of the blocks of :mod:`headroom.nn` that keep less."""
+    blocks = [module for module in step.model.modules() if isinstance(module, Block)]
+    if not blocks:
+        return
+    names = [block.save for block in blocks] if step.save is None else [step.save]
+    levels = [save_level(name) for name in names]
+    now, on_host = max(levels).number, any(level.on_host for level in levels)
+    for number in range(now + 1, len(LEVELS)):
+        level = str(SaveLevel(number, on_host))
+        yield (
+            f"save={level!r} in all blocks",
+            step.but(save=level),
+            _TIMES[LEVELS[number]],
+            _SOURCE_OF_TIMES,
+            _set_in_all(level),
+        )
+    if not on_host:
+        level = str(SaveLevel(now, True))
+        yield (
+            f"save={level!r} in all blocks",
+            step.but(save=level),
+            "copies to the host and back",
+            "hidden where a block's copies take less than its forward pass: docs/blocks.md",
+            _set_in_all(level),
+        )
+
+
+def _set_in_all(level: str) -> str:
+    """Returns the code that sets a level, which leaves what the last block keeps on the device."""
+    first, last = levels_for_all(level, 2)
+    if first == last:
+        return f'for block in model.blocks:\n    block.save = "{level}"'
+    return (
+        f'for block in model.blocks[:-1]:\n    block.save = "{first}"\n'
+        f'model.blocks[-1].save = "{last}"'
+    )
+
+
+def _patched(model: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
+    """Yields copies that were patched, each with its level. None of a model in which nothing is
+    recognized, that is patched already, or that is of :mod:`headroom.nn`.
+
+    The copies have the parameters and buffers of the model, not copies of those: modules alone are
+    new, so that the model stays as it is.
+    """
+    if any(is_patched(module) or isinstance(module, Block) for module in model.modules()):
+        return
+    # Other blocks than those of known architectures can only be checkpointed, which is advice too.
+    levels = (None, "L2", "L3", "L4", "L5") if find_layers(model) is not None else (None,)
+    for level in levels:
+        try:
+            made = copied_modules(model, lambda x: x)
+            report = patch(made, save=level)
+        except Exception:  # it cannot be copied or patched, and then it is not advised
+            return
+        if report.changed:
+            yield level, made

@@ -1,0 +1,60 @@
+"""A batch in parts, whose gradients add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..step.description import Step
+from ..step.micro_batches import can_cut, counts, mixes_samples, resized, samples_of
+from .technique import Change, Option, Request, Technique
+
+
+class MicroBatches(Technique):
+    """Trains the parts of a batch one after the other, which the loop does: there is nothing to
+    apply."""
+
+    field, default = "micro_batches", 1
+    told, row = 1, 8
+    options = {"accumulation": Option(1, least=1, help="micro-batches")}
+
+    def values(self, request: Request, choice: Any) -> Sequence[int]:
+        return request.once(self, lambda: self._values(request))
+
+    def _values(self, request: Request) -> Sequence[int]:
+        batch = request.step.batch
+        asked = sorted(n for n in {*request.only.get(self.field, ())} if can_cut(batch, n))
+        numbers = asked or [1, *counts(batch)]
+        if mixes_samples(request.step.model):
+            request.note(
+                "micro-batches: not with a BatchNorm in training, whose statistics are over the "
+                "whole batch"
+            )
+            numbers = numbers[:1] if request.parts_add_up else [1]  # a loop makes so many anyway
+        return numbers
+
+    def on_step(self, step: Step, choice: Any, blocks: Sequence[str]) -> Step:
+        return step.but(
+            batch=step.part(choice.micro_batches),
+            whole=step.batch,
+            accumulation=min(2, choice.micro_batches),  # the second is like all that follow
+            starts_short=True,  # the first step is there to leave behind what later ones find
+        )
+
+    def words(self, choice: Any) -> list[str]:
+        return [f"{choice.micro_batches} micro-batches"]
+
+    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
+        return "micro-batches", str(before.micro_batches), str(after.micro_batches)
+
+    def advice(self, step: Step) -> Iterator[Change]:
+        size = samples_of(step.batch)
+        if step.accumulation == 1 and size is not None and size % 2 == 0:
+            yield (
+                "two micro-batches of half the size",
+                step.but(batch=resized(step.batch, size // 2), accumulation=2),
+                "about as fast while a half still fills the device",
+                "the same products, in two halves",
+                "for part in halves(batch):  # then one optimizer.step()\n"
+                "    (loss_of(model, part) / 2).backward()",
+            )
