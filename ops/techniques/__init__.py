@@ -21,10 +21,10 @@ TECHNIQUES[:] = [
     Weights16(),
     ReplacedOptimizer(),
     FusedLoss(),
-    MicroBatches(),
     Levels(),
     Offload(),
     StateBudget(),
     StreamedWeights(),
+    MicroBatches(),
     Release(),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..step.description import Step
 from ..step.micro_batches import can_cut, counts, mixes_samples, resized, samples_of
-from .technique import Change, Option, Request, Technique
+from .technique import Change, Option, Request, Running, Technique
 
 
 class MicroBatches(Technique):
@@ -40,6 +40,12 @@ class MicroBatches(Technique):
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow
             starts_short=True,  # the first step is there to leave behind what later ones find
         )
+
+    def reduce_memory(self, running: Running) -> str | None:
+        if 2 * running.parts > running.most_parts:
+            return None
+        running.parts *= 2
+        return f"micro-batches: {running.parts // 2} before, {running.parts} now"
 
     def words(self, choice: Any) -> list[str]:
         return [f"{choice.micro_batches} micro-batches"]

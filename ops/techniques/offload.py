@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .._core.sizes import format_bytes
+from ..host import HostMemoryError
 from ..host.engines import engine_of
 from ..optim import offload
 from ..param_states.paging import planned_paging
 from ..step.description import Step
 from ..step.optimizers import can_offload
 from .optimizer import is_ours
-from .technique import Change, Request, Target, Technique
+from .technique import Change, Request, Running, Target, Technique
 
 SHARES = (0.25, 0.5, 0.75)
 """Of a state on the host, which may stay on the device."""
@@ -74,6 +76,20 @@ class StateBudget(Technique):
         if not choice.offload:
             return (0,)
         return [size for place, size in places(request, choice) if place == choice.offload]
+
+    def reduce_memory(self, running: Running) -> str | None:
+        """Moves half of the state that an optimizer has on the device to the host, or all, if the
+        host has room for it."""
+        for one in running.optimizers:
+            if (handle := getattr(one, "offload_handle", None)) is None:
+                continue
+            before = format_bytes(handle.budget)
+            with suppress(HostMemoryError):
+                if handle.reduce_memory():
+                    left = format_bytes(handle.budget) if handle.budget else "only the ring"
+                    kind = type(one).__name__
+                    return f"state of {kind}: {before} on the device before, {left} now"
+        return None
 
     def words(self, choice: Any) -> list[str]:
         return []  # which those of the state have

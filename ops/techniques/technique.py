@@ -91,6 +91,22 @@ class Target:
     layers: Sequence[str] = ()
 
 
+@dataclass
+class Running:
+    """A training that runs, and can be made to take less memory.
+
+    Attributes:
+        optimizers: of the training.
+        raised: the :class:`headroom.techniques.levels.RaisedLevels` of its model.
+        parts, most_parts: micro-batches, now and at the most.
+    """
+
+    optimizers: Sequence[Any]
+    raised: Any
+    parts: int = 1
+    most_parts: int = 1
+
+
 class Technique:
     """A way of saving memory. A subclass says ``field`` and ``default``, and overrides what differs
     from a technique that is never chosen. One that is appended to ``TECHNIQUES`` is planned,
@@ -105,7 +121,7 @@ class Technique:
         told: its place in a choice in words.
         row: its place in a report.
         allowed: what changes the mathematics and must be allowed, with the order in which that is
-            tried. These are values of the field, or what :meth:`needs` returns.
+            tried: values of the field if these are names, else the field.
         is_searched: whether its values are enumerated. Those of levels are found by a knapsack.
         counts: whether it counts as a technique of its own.
         least: the least of its values, if these are whole numbers.
@@ -130,7 +146,8 @@ class Technique:
 
     def needs(self, choice: Any) -> str:
         """Returns what must be allowed for a choice, if it is one of ``allowed``."""
-        return str(self.value(choice)) if self.is_used(choice) else ""
+        value = self.value(choice) if self.is_used(choice) else ""
+        return value if isinstance(value, str) else self.field
 
     # ---- what can be chosen ---------------------------------------------------------------------
 
@@ -177,6 +194,11 @@ class Technique:
     def apply(self, target: Target, choice: Any) -> Callable[[], None] | None:
         """Changes the model and its optimizer, and returns what takes that back, or None where
         removing what :func:`headroom.patch` has set does."""
+        return None
+
+    def reduce_memory(self, running: Running) -> str | None:
+        """Takes the next value that needs less, with the same results. Returns what was changed, or
+        None if there is none."""
         return None
 
     # ---- words ----------------------------------------------------------------------------------

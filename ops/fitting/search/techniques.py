@@ -91,9 +91,10 @@ class Techniques:
     def refusal(self, name: str, possible: Collection[Any]) -> ValueError:
         """Returns the error that says that ``only`` leaves no value of a field."""
         given = ", ".join(f"{key}={tuple(values)!r}" for key, values in self.only.items())
-        missing = {*self.only[name]} & {*allowable()} - {*self.allowed}
-        hint = next(technique.hint for technique in searched() if technique.field == name)
-        hint = hint or "".join(f'; "{missed}" is not in allow' for missed in sorted(missing))
+        technique = next(technique for technique in searched() if technique.field == name)
+        asked = {technique.needs(Choice().but(**{name: value})) for value in self.only[name]}
+        missing = asked & {*allowable()} - {*self.allowed}
+        hint = technique.hint or "".join(f'; "{one}" is not in allow' for one in sorted(missing))
         wanted = f"{_one_of(possible)} for {name}{hint}"
         return ValueError(f"only has {given}, wanted {wanted}{self._reasons()}")
 

@@ -462,7 +462,7 @@ def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
     fitted = headroom.fit(model, batch, host_budget="1 GiB", **options)
     steps(fitted, batch)
     before = fitted.optimizer.offload_handle.memory()
-    assert before.resident > 0 and fitted.leaner()
+    assert before.resident > 0 and fitted.reduce_memory()
     after = fitted.optimizer.offload_handle.memory()
     assert 0 < fitted.choice.state_budget < 700_000 or not fitted.choice.state_budget
     assert after.resident < before.resident and after.host > before.host
@@ -470,4 +470,4 @@ def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
     assert fitted.measured_host == after.host
     narrow = headroom.fit(model_of(2), batch, host_budget=before.host + 10_000, **options)
     steps(narrow, batch)
-    assert narrow.leaner() and narrow.choice == choice.but(micro_batches=2)
+    assert narrow.reduce_memory() and narrow.choice == choice.but(micro_batches=2)
