@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class Choice:
 
     def but(self, **changes: Any) -> Choice:
         """Returns the choice with some fields replaced."""
-        own = {part.name for part in fields(self)}
-        if others := {name: changes.pop(name) for name in changes.keys() - own}:
+        if others := {name: changes.pop(name) for name in changes.keys() - vars(self).keys()}:
             found = dict(self.others) | others
             used = {t.field for t in TECHNIQUES if found.get(t.field, t.default) != t.default}
             changes["others"] = tuple(sorted((name, found[name]) for name in used))

@@ -22,12 +22,13 @@ class Frozen(Technique):
 
     field, default = "frozen", "given"
     told, row = 4, 3
+    in_words, in_row = "frozen in {}", ("frozen weights", "as given", "{}")
     allowed = {"int8": 4, "nf4": 5}  # the first one changes them the least
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:
         formats = [name for name in self.allowed if name in request.allowed]
         if formats:
-            request.layers, reason = frozen_layers(request.step.model, request.step.optimizer)
+            request.layers[:], reason = frozen_layers(request.step.model, request.step.optimizer)
             if reason is not None:
                 request.note(f"{', '.join(formats)}: {reason}")
         return (self.default, *formats) if request.layers else (self.default,)
@@ -49,12 +50,6 @@ class Frozen(Technique):
             frozen.give_back()
             raise
         return frozen.give_back
-
-    def words(self, choice: Any) -> list[str]:
-        return [f"frozen in {choice.frozen}"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return "frozen weights", "as given", after.frozen
 
     def advice(self, step: Step) -> Iterator[Change]:
         if step.sharding is not None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..patching.losses import has_fused_loss, kept_loss, knows_loss
-from ..step.description import Step
-from .levels import set_blocks
-from .technique import Request, Target, Technique
+from .technique import Request, Technique
 
 
 class FusedLoss(Technique):
-    """Computes the loss from hidden states. It is set with the levels of blocks, in one patch."""
+    """Computes the loss from hidden states. What sets the levels of blocks sets it."""
 
     field, default = "fused_loss", False
     told, row = 7, 0
+    in_words, in_row = "fused loss", ("fused loss", "logits", "no logits")
 
     def values(self, request: Request, choice: Any) -> Sequence[bool]:
         return request.once(self, lambda: self._values(request))
@@ -30,21 +29,3 @@ class FusedLoss(Technique):
             if (own := kept_loss(step.model)) is not None:
                 request.note(f"the loss makes logits, because it is the model's own: {own}")
         return (False,)
-
-    def on_copy(self, target: Target, choice: Any) -> None:
-        if not choice.levels:
-            set_blocks(target, choice.but(weights_host=0))
-
-    def on_measured_copy(self, target: Target, choice: Any) -> None:
-        """Leaves the loss as it is: what measures blocks sets it with their levels."""
-
-    def apply(self, target: Target, choice: Any) -> Callable[[], None] | None:
-        if not choice.levels:
-            set_blocks(target, choice)
-        return None
-
-    def words(self, choice: Any) -> list[str]:
-        return ["fused loss"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return "fused loss", "logits", "no logits"

@@ -30,8 +30,8 @@ _SOURCE_OF_TIMES = "products done again, of those of a Llama block: docs/blocks.
 
 
 class Levels(Technique):
-    """Sets what each block keeps, and in the same patch the fused loss and which blocks have their
-    weights on the host."""
+    """Sets what each block keeps, and in the same patch the fused loss and the blocks whose weights
+    are on the host."""
 
     field, default = "levels", ()
     told, row = 0, 9
@@ -44,6 +44,9 @@ class Levels(Technique):
     def refusal_of_type(self, value: Any) -> str | None:
         is_good = isinstance(value, (list, tuple)) and all(type(x) is str for x in value)
         return None if is_good else "a list of names"
+
+    def is_used(self, choice: Any) -> bool:
+        return bool(choice.levels or choice.fused_loss)
 
     def on_copy(self, target: Target, choice: Any) -> None:
         set_blocks(target, choice.but(weights_host=0))  # which is planned as the step says it

@@ -16,6 +16,7 @@ class MicroBatches(Technique):
 
     field, default = "micro_batches", 1
     told, row = 1, 8
+    in_words, in_row = "{} micro-batches", ("micro-batches", "{}", "{}")
     options = {"accumulation": Option(1, least=1, help="micro-batches")}
 
     def values(self, request: Request, choice: Any) -> Sequence[int]:
@@ -46,12 +47,6 @@ class MicroBatches(Technique):
             return None
         running.parts *= 2
         return f"micro-batches: {running.parts // 2} before, {running.parts} now"
-
-    def words(self, choice: Any) -> list[str]:
-        return [f"{choice.micro_batches} micro-batches"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return "micro-batches", str(before.micro_batches), str(after.micro_batches)
 
     def advice(self, step: Step) -> Iterator[Change]:
         size = samples_of(step.batch)

@@ -27,6 +27,7 @@ class Offload(Technique):
 
     field, default = "offload", ""
     told, row = 5, 4
+    in_row = "{}", "on the device", "on the host"
 
     def refusal_of_type(self, value: Any) -> str | None:
         return None if value in PLACES else f"one of {PLACES}"
@@ -47,9 +48,6 @@ class Offload(Technique):
     def words(self, choice: Any) -> list[str]:
         stays = f" but {format_bytes(choice.state_budget)}" if choice.state_budget else ""
         return [f"{choice.offload} on the host{stays}"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return after.offload, "on the device", "on the host"
 
     def advice(self, step: Step) -> Iterator[Change]:
         is_away = step.offload is not None or getattr(step.optimizer, "paging", None) is not None

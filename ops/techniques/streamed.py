@@ -21,6 +21,8 @@ class StreamedWeights(Technique):
 
     field, default = "weights_host", 0
     told, row = 6, 6
+    in_words = "weights of {} blocks on the host"
+    in_row = "weights", "on the device", "{} blocks on the host"
     least = 0
 
     def values(self, request: Request, choice: Any) -> Sequence[int]:
@@ -46,12 +48,6 @@ class StreamedWeights(Technique):
 
     def apply(self, target: Target, choice: Any) -> Callable[[], None] | None:
         return partial(unpatch, target.model)  # they come back before their states do
-
-    def words(self, choice: Any) -> list[str]:
-        return [f"weights of {choice.weights_host} blocks on the host"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return "weights", "on the device", f"{after.weights_host} blocks on the host"
 
     def advice(self, step: Step) -> Iterator[Change]:
         if has_host(step) and step.weights is None and not streamed_blocks(step.model):

@@ -30,15 +30,18 @@ TECHNIQUES: list[Technique] = []
 """All techniques, in the order in which they are asked and applied."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """What is to be trained, for which techniques say what can be chosen.
 
     Attributes:
-        step: whose optimizer is made.
-        allowed: names of what may change the mathematics.
-        only: the values that fields of a choice may have; a field that is not there may have any.
-        parts_add_up: whether the loop itself weighs the losses of parts of a batch.
+        step: that is made, with the optimizer of the loop, which may be none of those that can be
+            chosen.
+        allowed: what changes the mathematics, and may.
+        only: the values that fields of a choice may have in the loop that trains; a field that is
+            not there may have any.
+        parts_add_up: whether the loop itself sees to it that the losses of parts of a batch add up,
+            so that they are not compared with the loss of the batch.
         on_host: whether the host may hold what the device has no room for.
         given: a choice that was made before, whose state on the host can be chosen again.
         optimizers: that can be chosen, by the fields ``optimizer`` and ``weights`` of a choice.
@@ -47,15 +50,15 @@ class Request:
     """
 
     step: Step
-    allowed: Collection[str] = ()
+    allowed: tuple[str, ...] = ()
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     parts_add_up: bool = False
     on_host: bool = False
     given: Any = None
     optimizers: dict[tuple[str, str], torch.optim.Optimizer] = field(default_factory=dict)
-    layers: Sequence[str] = ()
+    layers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _found: dict[Any, Any] = field(default_factory=dict)
+    _found: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -186,11 +189,6 @@ class Technique:
         """Changes a copy of the model that is run, whose tensors are its own."""
         self.on_copy(target, choice)
 
-    def seconds(self, step: Step, choice: Any) -> float:
-        """Returns the seconds of a step that are not seen when its passes and its optimizer are
-        timed."""
-        return 0.0
-
     def apply(self, target: Target, choice: Any) -> Callable[[], None] | None:
         """Changes the model and its optimizer, and returns what takes that back, or None where
         removing what :func:`headroom.patch` has set does."""
@@ -203,13 +201,21 @@ class Technique:
 
     # ---- words ----------------------------------------------------------------------------------
 
+    in_words = ""
+    """What a choice does that uses it, in a few words, with {} for the value."""
+
+    in_row = "", "{}", "{}"
+    """The name of a row of a report, and what was before and after, with {} for the values."""
+
     def words(self, choice: Any) -> list[str]:
-        """Returns what a choice does, in a few words, if it uses the technique."""
-        return [f"{self.field}={self.value(choice)!r}"]
+        """Returns what a choice does that uses the technique, in a few words."""
+        return [self.in_words.format(self.value(choice)) or self.field]
 
     def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
         """Returns the name of a row of a report, and what was before and after."""
-        return self.field.replace("_", " "), str(self.value(before)), str(self.value(after))
+        was, now = self.value(before), self.value(after)
+        name, first, last = self.in_row
+        return name.format(now) or self.field, first.format(was), last.format(now)
 
     def advice(self, step: Step) -> Iterator[Change]:
         """Yields changes that might make a step smaller, with code for the reader."""

@@ -20,6 +20,7 @@ class Weights16(Technique):
 
     field, default = "weights", "given"
     told, row = 3, 2
+    in_words, in_row = "{} weights", ("weights", "float32", "bfloat16 + 16 bits")
     allowed = {"bf16": 2}
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:
@@ -73,12 +74,6 @@ class Weights16(Technique):
                 x.grad = None if grad is None else grad.to(dtype)
 
         return cast_back
-
-    def words(self, choice: Any) -> list[str]:
-        return [f"{choice.weights} weights"]
-
-    def change(self, before: Any, after: Any, step: Step) -> tuple[str, str, str]:
-        return "weights", "float32", "bfloat16 + 16 bits"
 
     def advice(self, step: Step) -> Iterator[Change]:
         classes = counterparts_of(step.optimizer)

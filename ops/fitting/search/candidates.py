@@ -433,7 +433,6 @@ class Candidates:
         between = measured.seconds_of_rest - measured.whole.outside  # the blocks
         outside = times.outside(count, fused_loss)
         seconds = outside + factor * between + self._seconds_of_step(choice, measured)
-        seconds += sum(t.seconds(self.step, choice) for t in TECHNIQUES if t.is_used(choice))
         streamed = self.streamed(choice)
         planned = self._planned.get(choice)
         if planned is not None:

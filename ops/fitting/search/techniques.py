@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,37 +13,16 @@ from ...techniques.frozen import Frozen
 from ...techniques.technique import Request, allowable, searched
 from ..choice import Choice
 
-Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
-
 
 @dataclass(frozen=True)
-class Techniques:
-    """The techniques that can be chosen for a model, besides levels.
+class Techniques(Request):
+    """What can be chosen for a model, besides levels.
 
     Attributes:
-        step: that is made, with the optimizer of the loop, which may be none of those that can be
-            chosen.
-        allowed: what changes the mathematics, and may.
-        optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
         choices: all that are possible, without levels, those with the fewest micro-batches first.
-        only: the values that fields of a choice may have in the loop that trains; a field that is
-            not there may have any.
-        parts_add_up: whether the loop itself sees to it that the losses of parts of a batch add up,
-            so that they are not compared with the loss of the batch.
-        on_host: whether the host may hold what the device has no room for.
-        notes: why something cannot be chosen.
-        layers: the names of those whose frozen weights can be in few bits.
     """
 
-    step: Step
-    allowed: tuple[str, ...]
-    optimizers: Optimizers
-    choices: tuple[Choice, ...]
-    only: Mapping[str, Collection[Any]] = field(default_factory=dict)
-    parts_add_up: bool = False
-    on_host: bool = False
-    notes: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -72,7 +51,7 @@ class Techniques:
         Raises:
             ValueError: ``only`` wants no whole batches.
         """
-        found = replace(self, notes=(*self.notes, f"micro-batches: {reason}"))
+        found = replace(self, notes=[*self.notes, f"micro-batches: {reason}"])
         whole = tuple(choice for choice in self.choices if choice.micro_batches == 1)
         if not whole:
             raise found.refusal("micro_batches", (1,))
@@ -136,10 +115,7 @@ def techniques_of(
             for value in technique.values(request, choice)
         ]
     choices.sort(key=_rank)
-    every = Techniques(
-        step, tuple(allow), request.optimizers, tuple(choices), only, parts_add_up, on_host,
-        tuple(request.notes), tuple(request.layers),
-    )  # fmt: skip
+    every = Techniques(**vars(request), choices=tuple(choices))
     left = choices
     for name in (technique.field for technique in searched()):
         if name in only:

@@ -46,6 +46,7 @@ class Coarse(Technique):
 
     field, default = "coarse", False
     allowed = {"coarse": 9}
+    in_words, in_row = "refined once", ("iterations", "all", "one")
 
     def values(self, request, choice):
         if not isinstance(request.step.model, Refined):
@@ -60,12 +61,6 @@ class Coarse(Technique):
         model, before = target.model, target.model.iterations
         model.iterations = 1
         return lambda: setattr(model, "iterations", before)
-
-    def words(self, choice):
-        return ["refined once"]
-
-    def change(self, before, after, step):
-        return "iterations", str(step.model.iterations), "1"
 
     def advice(self, step):
         model = copied_modules(step.model, lambda x: x)
@@ -98,7 +93,7 @@ def test_it_is_chosen_applied_and_taken_back():
     assert found.choice.coarse and found.choice.needs == ("coarse",) and found.choice.changes >= 1
     assert model.iterations == 1 and "refined once" in str(found.choice)
     row = next(change for change in found.changes if change.technique == "iterations")
-    assert (row.before, row.after) == (str(EXTRA), "1") and row.bytes < -KEPT // 2
+    assert (row.before, row.after) == ("all", "one") and row.bytes < -KEPT // 2
     # The plan is that of a model which was made so.
     wanted = headroom.plan(twin, found.optimizer.__class__, batch(), loss=nn.functional.mse_loss)
     assert found.predicted_peak <= wanted.total_bytes < KEPT
