@@ -2,6 +2,8 @@
 offered by the command line, without another edit."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import headroom
 import pytest
@@ -15,16 +17,6 @@ from torch import nn
 ROWS, COLS, EXTRA = 64, 16, 64
 KEPT = EXTRA * ROWS * COLS * 4
 """Bytes that the backward pass needs of the iterations of :class:`Refined`, at the least."""
-
-MODULE = f"""
-import torch
-from test_added_technique import Refined
-
-def batch():
-    return torch.ones({ROWS}, {COLS}), torch.ones({ROWS}, {COLS})
-
-model = Refined
-"""
 
 
 class Refined(nn.Module):
@@ -163,10 +155,9 @@ def test_it_is_advised():
     assert advice.bytes > KEPT // 2 and advice.code == "model.iterations = 1"
 
 
-def test_the_command_line_offers_it(tmp_path, monkeypatch, capsys):
-    (tmp_path / "refined_model.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_the_command_line_offers_it(monkeypatch, capsys):
+    module = SimpleNamespace(model=Refined, batch=batch)
+    monkeypatch.setitem(sys.modules, "refined_model", module)
     words = ["fit", "refined_model:model", "--batch", "refined_model:batch", "--loss", "mse_loss"]
     words += ["--device", "cpu", "--measure", "--budget", str(KEPT), "--allow", "coarse", "--json"]
     assert main(words) == 0
