@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .._core.sizes import format_bytes
 from ..planning import max_batch, plan
+from ..techniques import allowable
 from .arguments import ArgumentError, size
 from .output import print_json
 from .plan import described
@@ -17,7 +18,6 @@ from .setups import add_setup_arguments, real_setup_of, setup_of
 
 HELP = "say whether a training step fits a budget, or how it can"
 FORMAT = "headroom.fit/1"
-ALLOWABLE = ("8bit", "bf16", "adafactor", "int8", "nf4")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         default=[],
-        choices=ALLOWABLE,
+        choices=allowable(),
         help="use this too, which changes the mathematics; again for more",
     )
     real.add_argument(

@@ -17,8 +17,8 @@ from typing import Any
 
 from ..integrations.attaching import Budget, register_later
 from ..integrations.watching import WatchedSteps
+from ..techniques import allowable
 from .arguments import ArgumentError, size
-from .fit import ALLOWABLE
 
 HELP = "run a program with Headroom in the loops that it uses"
 HAS_JSON = False
@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         default=[],
-        choices=ALLOWABLE,
+        choices=allowable(),
         help="use this too, which changes the mathematics; again for more",
     )
     recording = command.add_mutually_exclusive_group()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._core.text import value_of
-from ..nn.steps import LEVELS
 from ..planning import sources
 from ..step.trees import mapped
+from ..techniques import TECHNIQUES
 from .arguments import ArgumentError, count
 
 __all__ = ["add_setup_arguments", "real_setup_of", "setup_of"]
@@ -25,8 +25,8 @@ DTYPES = {
     for name in ("float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")
 }
 AMP = ("bfloat16", "float16")
-DECIDED = {"save": None, "checkpoint_every": None, "accumulation": 1, "release": False}
-"""What fitting decides by itself, and what it is where it was not given."""
+DECIDED = {name: option for technique in TECHNIQUES for name, option in technique.options.items()}
+"""What fitting decides by itself."""
 
 
 def add_setup_arguments(command: argparse.ArgumentParser) -> None:
@@ -66,10 +66,14 @@ def add_setup_arguments(command: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--device", default="cuda", help="cuda (default, no GPU needed) or cpu")
     step.add_argument("--amp", choices=AMP, help="dtype of torch.autocast")
-    step.add_argument("--save", choices=LEVELS, help="save level of the blocks of headroom.nn")
-    step.add_argument("--checkpoint-every", type=count(1), metavar="N")
-    step.add_argument("--accumulation", type=count(1), default=1, metavar="N", help="micro-batches")
-    step.add_argument("--release", action="store_true", help="release gradients in the backward")
+    for name, option in DECIDED.items():
+        how: dict[str, Any] = {"choices": option.choices}
+        if option.default is False:
+            how = {"action": "store_true"}
+        elif option.least is not None:
+            how = {"type": count(option.least), "metavar": "N"}
+        name = f"--{name.replace('_', '-')}"
+        step.add_argument(name, default=option.default, help=option.help, **how)
     step.add_argument("--scaler", action="store_true", help="scale losses")
     step.add_argument("--max-grad-norm", type=float, metavar="NORM")
 
@@ -106,13 +110,9 @@ def setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, An
         "loss": _loss(options.loss),
         "device": options.device,
         "amp": DTYPES[options.amp] if options.amp else None,
-        "save": options.save,
-        "checkpoint_every": options.checkpoint_every,
-        "accumulation": options.accumulation,
-        "release": options.release,
         "scaler": options.scaler,
         "max_grad_norm": options.max_grad_norm,
-    }
+    } | {name: getattr(options, name) for name in DECIDED}
     return (options.model, _optimizer(options.optimizer, options.option), batch), keywords
 
 
@@ -125,7 +125,7 @@ def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[st
         ArgumentError: the device is not there, the model is no function, or an option says what
             fitting decides by itself.
     """
-    decided = [name for name, unset in DECIDED.items() if getattr(options, name) != unset]
+    decided = [name for name, one in DECIDED.items() if getattr(options, name) != one.default]
     if decided:
         raise ArgumentError(f"--{decided[0].replace('_', '-')} is what is looked for: leave it out")
     _check(options)

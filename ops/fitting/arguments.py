@@ -4,7 +4,6 @@ is trained, and the bytes that it may take."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..step.checks import check_described
 from ..step.description import Step
 from ..step.optimizers import optimizer_of
 from ..step.trees import tensors_in
-from .choice import ALLOWABLE, Choice
+from ..techniques.technique import allowable, searched
 
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
@@ -67,8 +66,8 @@ def allowed_of(allow: Any, needed: Collection[str] = ()) -> tuple[str, ...]:
     if not isinstance(allow, (str, list, tuple, set, frozenset)):
         raise TypeError(f'allow is {allow!r}, wanted names such as ("8bit", "bf16")')
     found = (allow,) if isinstance(allow, str) else tuple(allow)
-    if wrong := [name for name in found if name not in ALLOWABLE]:
-        raise ValueError(f"allow has {wrong[0]!r}, wanted some of {', '.join(ALLOWABLE)}")
+    if wrong := [name for name in found if name not in allowable()]:
+        raise ValueError(f"allow has {wrong[0]!r}, wanted some of {', '.join(allowable())}")
     return tuple(dict.fromkeys((*found, *needed)))
 
 
@@ -95,10 +94,10 @@ def check_only(only: Any) -> None:
     wanted = 'wanted a dict of values for fields of a Choice, such as {"micro_batches": (2, 4)}'
     if only is not None and not isinstance(only, Mapping):
         raise TypeError(f"only is {only!r}, {wanted}")
-    defaults = {part.name: part.default for part in fields(Choice) if part.name != "levels"}
+    known = {technique.field: technique for technique in searched()}
     for name, values in (only or {}).items():
-        if name not in defaults:
-            raise ValueError(f"only has {name!r}, wanted some of {', '.join(sorted(defaults))}")
+        if name not in known:
+            raise ValueError(f"only has {name!r}, wanted some of {', '.join(sorted(known))}")
         if isinstance(values, str) or not isinstance(values, Collection):
             raise TypeError(f"only has {name}={values!r}, {wanted}")
         if not values:
@@ -106,13 +105,12 @@ def check_only(only: Any) -> None:
                 f"only has {name}={values!r}, wanted one value or more; leave {name} out of it for "
                 "any"
             )
-        kind = type(defaults[name])
+        kind, least = type(known[name].default), known[name].least
         for value in values:
             if type(value) is not kind:  # True is no number of micro-batches
                 raise TypeError(
                     f"only has {value!r} for {name}, wanted values of type {kind.__name__}"
                 )
-            least = 0 if name in ("state_budget", "weights_host") else 1
             if kind is int and value < least:
                 raise ValueError(
                     f"only has {value} for {name}, wanted whole numbers from {least} on"

@@ -259,6 +259,7 @@ def _asked(search: Search) -> dict[str, Any]:
         "allow, or before its optimizer had begun to train": (
             list(techniques.optimizers),
             techniques.formats,
+            list(dict.fromkeys(choice.others for choice in techniques.choices)),
         ),
         "only": techniques.only,
     }

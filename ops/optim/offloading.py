@@ -64,8 +64,8 @@ def offload(
             the slots larger.
 
     Returns:
-        A handle with ``memory()``, ``wait()``, ``leaner()``, which moves more to the host, and
-        ``remove()``; a context manager. It is ``optimizer.offload_handle``, too.
+        A handle with ``memory()``, ``wait()``, ``reduce_memory()``, which moves more to the host,
+        and ``remove()``; a context manager. It is ``optimizer.offload_handle``, too.
 
     Raises:
         TypeError: the optimizer is not one of Headroom's.

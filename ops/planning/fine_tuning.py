@@ -1,5 +1,4 @@
-"""Finds what takes less of a fine-tune: adapters in place of all weights, and few bits for weights
-that do not train."""
+"""Finds what takes less of a fine-tune: adapters in place of all weights."""
 
 from __future__ import annotations
 
@@ -13,17 +12,16 @@ from torch import Tensor, nn
 from .._core.module_copies import copied_modules
 from ..adapters import lora
 from ..quantizing.choice import choose
-from ..quantizing.frozen import frozen_layers, quantize_shapes
+from ..quantizing.frozen import quantize_shapes
 from ..step.description import Step, class_of_optimizer
+from ..techniques.frozen import OTHER_NUMBERS
+from ..techniques.technique import Change
 
-__all__ = ["CHANGES_TRAINING", "adapters_instead", "fewer_bits"]
+__all__ = ["CHANGES_TRAINING", "adapters_instead"]
 
 RANK = 16  # the default of headroom.lora
-CHANGES_TRAINING = ("another training", "other numbers")
+CHANGES_TRAINING = ("another training", OTHER_NUMBERS)
 """How ``time`` begins of changes of what is trained, or of the numbers beside it."""
-
-Change = tuple[str, Step, str, str, str]
-"""The name of a change, the step with it, and ``time``, ``source`` and ``code`` of its advice."""
 
 
 def adapters_instead(step: Step) -> Iterator[Change]:
@@ -55,27 +53,6 @@ def adapters_instead(step: Step) -> Iterator[Change]:
             "another training: adapters alone, whose learning rate is to be found",
             f"{source}; docs/lora.md",
             "\n".join(lines),
-        )
-
-
-def fewer_bits(step: Step) -> Iterator[Change]:
-    """Yields the formats for the frozen weights of a step's linear layers, if there are any."""
-    if step.sharding is not None:
-        return
-    names, _ = frozen_layers(step.model, step.optimizer)
-    for to, bits in (("nf4", 4), ("int8", 8)) if names else ():
-        try:
-            model = copied_modules(step.model, lambda x: x)
-            quantize_shapes(model, names, to)
-        except Exception:  # it cannot be copied, and then it is not advised
-            return
-        given = "" if to == "nf4" else f", {to!r}"
-        yield (
-            f"headroom.quantize(model{given})",
-            step.but(model=model),
-            f"other numbers: frozen weights are rounded to {bits} bits",
-            "docs/quantized.md",
-            f"headroom.quantize(model{given})",
         )
 
 

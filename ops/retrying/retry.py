@@ -18,7 +18,9 @@ from .._core.ranks import world_size
 from ..grad.accumulate import GradAccumulator
 from ..patching.blocks import verified_blocks
 from ..step.out_of_memory import add_note, forget_tensors, is_out_of_memory
-from .levels import SaveLevels
+from ..techniques import TECHNIQUES
+from ..techniques.levels import RaisedLevels
+from ..techniques.technique import Running
 from .training import BeforeTraining, Training
 
 NONE_IS_LEFT = (
@@ -55,9 +57,9 @@ def retry_on_oom(
     Args:
         step: a function that takes a batch and does a whole training step. Its data are its
             arguments, which it does not change. Or a bound method of an object that has ``model``,
-            ``optimizer`` and ``leaner()``, which sets the next leaner setting and returns whether
-            there was one, such as ``step`` of what :func:`headroom.fit` returns; ``scaler`` and
-            ``accumulator`` are taken from it too. None: returns a decorator.
+            ``optimizer`` and ``reduce_memory()``, which sets the next leaner setting and returns
+            whether there was one, such as ``step`` of what :func:`headroom.fit` returns; ``scaler``
+            and ``accumulator`` are taken from it too. None: returns a decorator.
         model: the module that is trained. Its blocks save less after each failure, from L0 to L5,
             as :func:`headroom.patch` sets it, which leaves the bits of the gradients as they are.
             The first step at a level compares what is computed again: if a block computes something
@@ -92,7 +94,9 @@ def retry_on_oom(
         raise TypeError(f"retry_on_oom: step is {step!r}, wanted a function")
     check_count("retry_on_oom: micro_batches", micro_batches, 1)
     owner: Any = getattr(step, "__self__", None)
-    if model is None and all(hasattr(owner, name) for name in ("model", "optimizer", "leaner")):
+    if model is None and all(
+        hasattr(owner, name) for name in ("model", "optimizer", "reduce_memory")
+    ):
         extra = [name for name, value in options.items() if value is not None]
         if extra or micro_batches > 1:
             raise TypeError(
@@ -104,7 +108,7 @@ def retry_on_oom(
     if model is None or optimizer is None:
         raise TypeError(
             "retry_on_oom: a function needs model= and optimizer=, which are restored before it is "
-            "repeated; a method needs an object that has model, optimizer and leaner()"
+            "repeated; a method needs an object that has model, optimizer and reduce_memory()"
         )
     return RetryingStep(step, Training(**options), most_parts=micro_batches)
 
@@ -130,8 +134,8 @@ class RetryingStep:
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._training, self._owner = step, training, owner
-        self._levels = SaveLevels(training.model)
-        self._parts, self._most_parts = 1, most_parts
+        self._levels = RaisedLevels(training.model)
+        self._running = Running(training.optimizers, self._levels, most_parts=most_parts)
         self._calls = 0
         self.history: list[Retry] = []
 
@@ -184,8 +188,8 @@ class RetryingStep:
             warnings.warn(text, stacklevel=2)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._most_parts > 1:
-            kwargs = kwargs | {"micro_batches": self._parts}
+        if self._running.most_parts > 1:
+            kwargs = kwargs | {"micro_batches": self._running.parts}
         return self._step(*args, **kwargs)
 
     def _mended(self, before: BeforeTraining, error: Exception) -> str:
@@ -201,7 +205,7 @@ class RetryingStep:
             if not is_out_of_memory(error):  # levels go even if the step cannot be repeated
                 change = self._levels.give_up()
             elif reason is None:
-                change = self._leaner()
+                change = self._reduce_memory()
         except Exception as broken:
             reason = (
                 "the step could not be undone or made leaner, and model and optimizer may be half "
@@ -212,15 +216,12 @@ class RetryingStep:
             raise error
         return change
 
-    def _leaner(self) -> str | None:
+    def _reduce_memory(self) -> str | None:
         """Sets a leaner setting. Returns what was changed, or None if none is left."""
         if self._owner is not None:
             before = getattr(self._owner, "choice", "its setting")
-            if not self._owner.leaner():
+            if not self._owner.reduce_memory():
                 return None
             return f"{before} became {getattr(self._owner, 'choice', 'a leaner one')}"
-        change = self._levels.leaner() or self._training.page_more()
-        if change is not None or 2 * self._parts > self._most_parts:
-            return change
-        self._parts *= 2
-        return f"micro-batches: {self._parts // 2} before, {self._parts} now"
+        changes = (technique.reduce_memory(self._running) for technique in TECHNIQUES)
+        return next(filter(None, changes), None)

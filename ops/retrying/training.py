@@ -15,10 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._core.dtensor import local_part
-from .._core.sizes import format_bytes
 from .._core.surroundings import version_of
 from ..grad.accumulate import GradAccumulator
-from ..host import HostMemoryError
 from ..optim.base import Optimizer as HeadroomOptimizer
 from ..patching.changes import patched_names
 from ..step.restoring import ModelBefore
@@ -81,20 +79,6 @@ class Training:
                     f"retry_on_oom: the step uses {name}, which would not be restored before it is "
                     f"repeated; give it as {missing[0]}="
                 )
-
-    def page_more(self) -> str | None:
-        """Moves half of the state that an offloaded optimizer has on the device to the host, or
-        all. Returns what was changed, or None if there is none, or the host has no room for it."""
-        for one in self.optimizers:
-            if (handle := getattr(one, "offload_handle", None)) is None:
-                continue
-            before = format_bytes(handle.budget)
-            with suppress(HostMemoryError):
-                if handle.leaner():
-                    left = format_bytes(handle.budget) if handle.budget else "only the ring"
-                    kind = type(one).__name__
-                    return f"state of {kind}: {before} on the device before, {left} now"
-        return None
 
 
 def _is_drawn(value: Any) -> bool:

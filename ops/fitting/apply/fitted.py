@@ -34,8 +34,8 @@ class Fitted(Chosen):
             :func:`headroom.fit` when the run is resumed.
         budget: bytes.
         host_budget: bytes that the host may hold; None: that was not asked for.
-        plan: of a step with the choice. None after :meth:`set_levels` or :meth:`leaner` has set one
-            that was not planned.
+        plan: of a step with the choice. None after :meth:`set_levels` or :meth:`reduce_memory` has
+            set one that was not planned.
         predicted_peak, predicted_host, predicted_seconds: of a step with the choice; bytes on the
             device, and on the host. After the choice was changed they are estimates, or None where
             nothing is known of the new one.
@@ -152,7 +152,7 @@ class Fitted(Chosen):
         self._live().set_levels(levels)
         self._become(self.choice.but(levels=tuple(levels)))
 
-    def leaner(self) -> bool:
+    def reduce_memory(self) -> bool:
         """Sets the next leaner choice that a running training can take, between two steps: leaner
         levels, in a few strides, then more of the optimizer's state on the host, if a part of it is
         there and ``host_budget`` has room for all, and then more micro-batches. Returns whether
@@ -183,7 +183,7 @@ class Fitted(Chosen):
         if handle is None or self.host_budget is None:
             return False
         most = handle.host.bytes + handle.memory().resident
-        if most > self.host_budget or not handle.leaner():
+        if most > self.host_budget or not handle.reduce_memory():
             return False
         self._become(self.choice.but(state_budget=handle.budget))
         return True
@@ -204,7 +204,7 @@ class Fitted(Chosen):
             self.agree, self.rule = rule is not None, rule or self.rule
             self._step = self._step.but(batch=None)
             if rule is None:
-                note = f"leaner() makes no more micro-batches: {reason}"
+                note = f"reduce_memory() makes no more micro-batches: {reason}"
                 self.notes.append(note.partition("\n")[0])
         return self.agree
 

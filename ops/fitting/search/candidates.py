@@ -12,19 +12,17 @@ import torch
 from torch import nn
 
 from ..._core.module_copies import copied_modules, private_copy
-from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
 from ...host.schedule import measured_link
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.families import find_layers
-from ...patching.levels import Blocks, set_levels
+from ...patching.levels import Blocks
 from ...planning.advice import advise
 from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
-from ...quantizing.frozen import quantize_alike, quantize_shapes
 from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
@@ -32,6 +30,8 @@ from ...step.micro_batches import some_samples
 from ...step.optimizers import is_headroom, state_bytes
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
+from ...techniques import TECHNIQUES
+from ...techniques.technique import Target
 from ..choice import Choice
 from ..costs.block_costs import Measured
 from ..costs.measure import measure_blocks, seconds_at_leanest
@@ -43,6 +43,7 @@ from .candidate import Candidate, Found, Frontiers
 from .techniques import Techniques
 
 HOST = torch.device("cpu")
+AS_GIVEN = "given", "given", ()  # of _Pass.tensors
 
 
 class _Pass(NamedTuple):
@@ -52,11 +53,17 @@ class _Pass(NamedTuple):
     weights: str
     frozen: str
     fused_loss: bool
+    others: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def tensors(self) -> tuple[str, str]:
-        """Returns what decides the weights that are measured."""
-        return self.weights, self.frozen
+    def tensors(self) -> tuple[Any, ...]:
+        """Returns what decides the model that is measured."""
+        return self.weights, self.frozen, self.others
+
+    @property
+    def choice(self) -> Choice:
+        """Returns the choice of such a pass that differs the least from the model as it is."""
+        return Choice(**self._asdict())
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,8 @@ class Candidates:
         self.rule = self._rules[0]
         self._notes: list[str] = []
         self._has_levels = True
-        self._measured: dict[tuple[str, str], Measured] = {}  # by _Pass.tensors
-        self._times: dict[tuple[str, str], PassTimes] = {}  # by _Pass.tensors
+        self._measured: dict[tuple[Any, ...], Measured] = {}  # by _Pass.tensors
+        self._times: dict[tuple[Any, ...], PassTimes] = {}  # by _Pass.tensors
         self._passes: dict[_Pass, _PassCosts | None] = {}
         self._outlines: dict[Choice, Outline] = {}
         self._planned: dict[Choice, tuple[str, ...]] = {}  # the levels of the latest plan
@@ -228,25 +235,14 @@ class Candidates:
             step: of another batch; None: that of the candidates.
         """
         step = self.step if step is None else step
+        for technique in TECHNIQUES:
+            step = technique.on_step(step, choice, names)
         model = copied_modules(step.model, lambda x: x)
-        step = check_step(
-            step.but(
-                model=model,
-                optimizer=optimizer,
-                batch=step.part(choice.micro_batches),
-                whole=step.batch,
-                accumulation=min(2, choice.micro_batches),  # the second is like all that follow
-                starts_short=True,  # the first step is there to leave behind what later ones find
-                release=choice.release and bucket_of(step.model, choice.dtype),
-                offload=choice.offload or None,
-                state_budget=choice.state_budget,
-                weights=dict.fromkeys(names[: choice.weights_host], "host") or None,
-                dtype=choice.dtype,
-            )
-        )
-        if choice.frozen != "given":
-            quantize_shapes(model, self.techniques.layers, choice.frozen)
-        set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
+        step = check_step(step.but(model=model, optimizer=optimizer))
+        target = Target(model, optimizer, names, self.techniques.layers)
+        for technique in TECHNIQUES:
+            if technique.is_used(choice):
+                technique.on_copy(target, choice)
         return step
 
     def taken(self, choice: Choice) -> Found:
@@ -339,13 +335,12 @@ class Candidates:
                         raise
                     is_again = isinstance(error, RecomputeError)
                     what = "blocks cannot be run again" if is_again else "the model does not run"
-                    how = f"frozen weights in {key.frozen}"
-                    how = "weights in bfloat16" if key.weights != "given" else how
+                    how = Choice().but(frozen=key.frozen, weights=key.weights, others=key.others)
                     reason = f"{what} with {how}: {error}".partition("\n")[0]
                 elif key == self._plain:
                     raise
                 self._passes[key] = None
-                self.note(f"{Choice(**key._asdict())}: {reason}")
+                self.note(f"{key.choice}: {reason}")
         return self._passes[key]
 
     @property
@@ -412,15 +407,14 @@ class Candidates:
     def _step_of(self, key: _Pass) -> Step:
         """Returns the step that is measured: of a part of the batch, and of weights in 16 bits, or
         frozen ones in few."""
-        step = self.step.but(batch=self.step.part(key.micro_batches))
-        if key.tensors == ("given", "given"):
-            return step
-        model = private_copy(step.model)
-        if key.frozen != "given":
-            quantize_alike(model, self.techniques.layers, key.frozen)
-        if key.weights != "given":
-            cast_model(model, torch.bfloat16)
-        return step.but(model=model)
+        step, choice = self.step.but(batch=self.step.part(key.micro_batches)), key.choice
+        used = [technique for technique in TECHNIQUES if technique.is_used(choice)]
+        if key.tensors != AS_GIVEN:
+            step = step.but(model=private_copy(step.model))
+            target = Target(step.model, step.optimizer, self.names, self.techniques.layers)
+            for technique in used:
+                technique.on_measured_copy(target, choice)
+        return step
 
     def _blocks_of(self, key: _Pass) -> dict[str, bool]:
         return {"fused_loss": key.fused_loss, "has_levels": self._has_levels}
@@ -595,7 +589,7 @@ def _of_optimizer(choice: Choice) -> tuple[Any, ...]:
 
 
 def _pass_of(choice: Choice) -> _Pass:
-    return _Pass(choice.micro_batches, choice.weights, choice.frozen, choice.fused_loss)
+    return _Pass(*(getattr(choice, name) for name in _Pass._fields))
 
 
 def _watch(names: Sequence[str], called: dict[str, None], model: nn.Module, _: Recorder) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..._core.sizes import format_bytes
 from ...patching.levels import Blocks
 from ...planning.api import plan_of
 from ...step.errors import PlanError
 from ...step.optimizers import is_headroom, state_bytes
+from ...techniques.frozen import Frozen
+from ...techniques.levels import counted
+from ...techniques.technique import in_rows
 from ..choice import SAME, Choice
 from ..costs.outline import settled
 from ..report import Change
 from .candidate import Candidate, Found
 from .candidates import Candidates
-
-_NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
 Known = Mapping[Choice, Candidate]
 
@@ -80,11 +80,11 @@ def changes_of(
         if not name:
             seconds = start = point.seconds
             if choice.frozen != "given":
-                name, was, now = "frozen weights", "as given", choice.frozen
+                name, was, now = Frozen().change(choice, choice, candidates.step)
             elif candidates.swaps_layers:
                 name, was, now = "layers", "as given", "Headroom's"
             elif here - peak > SAME * peak:  # the blocks of the model kept less before
-                name, was, now = "levels", "as given", _counted(choice.levels)
+                name, was, now = "levels", "as given", counted(choice.levels)
             else:
                 continue
         if choice == found.choice:
@@ -99,29 +99,13 @@ def _steps(
 ) -> Iterator[tuple[str, str, str, Choice]]:
     """Yields names, what was before and after, and choices, from the model as it was given to the
     one that was found, with one technique more each time."""
-    choice = plain_choice(candidates, known)
-    count, given = choice.micro_batches, type(candidates.step.optimizer).__name__
+    choice = plain = plain_choice(candidates, known)
     yield "", "", "", choice
-    for field, name, was, now in (
-        ("fused_loss", "fused loss", "logits", "no logits"),
-        ("optimizer", "optimizer", given, _NAMES.get(end.optimizer, "")),
-        ("weights", "weights", "float32", "bfloat16 + 16 bits"),
-        ("frozen", "frozen weights", "as given", end.frozen),
-        ("offload", end.offload, "on the device", "on the host"),
-        ("state_budget", "of it", "none stays", f"{format_bytes(end.state_budget)} stay"),
-        ("weights_host", "weights", "on the device", f"{end.weights_host} blocks on the host"),
-        ("release", "release", "gradients stay", "released"),
-        ("micro_batches", "micro-batches", str(count), str(end.micro_batches)),
-        ("levels", "levels", _counted(choice.levels), _counted(end.levels)),
-    ):
-        if getattr(end, field) != getattr(choice, field):
-            choice = choice.but(**{field: getattr(end, field)})
-            yield name, was, now, choice
-
-
-def _counted(levels: tuple[str, ...]) -> str:
-    """Returns how many blocks are at each level: "2 L0, 4 L5"."""
-    return ", ".join(f"{levels.count(name)} {name}" for name in sorted(set(levels)))
+    for technique in in_rows():
+        value = technique.value(end)
+        if value != technique.value(choice):
+            choice = choice.but(**{technique.field: value})
+            yield *technique.change(plain, end, candidates.step), choice
 
 
 def peak_by_kind(

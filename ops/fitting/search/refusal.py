@@ -11,7 +11,10 @@ from ...planning.fine_tuning import adapters_instead
 from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
-from ..choice import ALLOWABLE, FORMATS, Choice
+from ...techniques import TECHNIQUES, allowable
+from ...techniques.frozen import Frozen
+from ...techniques.optimizer import ReplacedOptimizer
+from ..choice import Choice
 from ..costs.outline import evaluation_of
 from .candidate import Candidate
 from .candidates import Candidates
@@ -114,17 +117,17 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
     """
     now, kinds = candidates.techniques, leanest.peak_by_kind
     moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
-    tried = {*map(_of_weights, now.choices)}
-    more = [name for name in ALLOWABLE if name not in now.allowed]
+    tried = {*map(_allowed_of, now.choices)}
+    more = [name for name in allowable() if name not in now.allowed]
     pairs = [(name, "bf16") for name in more if name != "bf16" and "bf16" in more]
     for names in [*((name,) for name in more), *pairs]:
-        if {*names} <= {"8bit", "adafactor"} and leanest.total_bytes - moved > within:
+        if ReplacedOptimizer.allowed.keys() >= {*names} and leanest.total_bytes - moved > within:
             continue  # another optimizer leaves the rest of the peak as it is
         allowed = (*now.allowed, *names)
         every = techniques_of(now.step, allowed, now.only, now.parts_add_up, now.on_host)
-        new = [key for key in dict.fromkeys(map(_of_weights, every.choices)) if key not in tried]
+        new = [key for key in dict.fromkeys(map(_allowed_of, every.choices)) if key not in tried]
         tried |= {*new}
-        if not {*names}.isdisjoint(FORMATS):
+        if not {*names}.isdisjoint(Frozen.allowed):
             new = new[-1:]  # beside weights that do not train the optimizer is worth little
         if any(_fits(candidates, every, key, within) for key in new):
             shown = ", ".join(f'"{name}"' for name in allowed)
@@ -147,9 +150,9 @@ def _adapting(candidates: Candidates, leanest: Choice, within: int) -> Iterator[
             return
 
 
-def _of_weights(choice: Choice) -> Choice:
-    """Returns of a choice its optimizer, and what its weights are in."""
-    return Choice(optimizer=choice.optimizer, weights=choice.weights, frozen=choice.frozen)
+def _allowed_of(choice: Choice) -> Choice:
+    """Returns of a choice its optimizer, and what changes the mathematics besides."""
+    return Choice().but(**{t.field: t.value(choice) for t in TECHNIQUES if t.allowed})
 
 
 def _fits(candidates: Candidates, techniques: Techniques, bare: Choice, within: int) -> bool:

@@ -94,7 +94,7 @@ class OffloadHandle:
         ``state_dict()`` waits by itself. On the CPU there is nothing to wait for."""
         self._paging.wait()
 
-    def leaner(self) -> bool:
+    def reduce_memory(self) -> bool:
         """Moves half of the state that stays on devices to the host, or all. Returns whether there
         was any."""
         paging, optimizer = self._paging, self._offloaded

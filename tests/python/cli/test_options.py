@@ -10,10 +10,9 @@ from pathlib import Path
 import headroom
 import pytest
 import torch
-from headroom.cli import convert, fit, main
+from headroom.cli import convert, main
 from headroom.cli.command import make_parser
 from headroom.cli.setups import named, real_setup_of, setup_of, tensor
-from headroom.fitting.choice import ALLOWABLE
 from headroom.memory import format_bytes
 
 from helpers import report_files
@@ -346,7 +345,6 @@ def test_what_a_ladder_is_asked_for(folder, monkeypatch, capsys):
     assert asked[0]["allow"] == ("adafactor",) and asked[0]["path"] == Path("a.png")
     assert (folder / "a.json").read_text() == "{}"
     assert main(words) == 0 and capsys.readouterr().err == "" and asked[1]["path"] is None
-    assert fit.ALLOWABLE == ALLOWABLE
 
 
 def test_a_conversion_takes_its_options(folder, capsys):

@@ -163,7 +163,7 @@ def test_weights_in_bfloat16(kind):
         assert fitted.choice.levels == ()
     else:
         assert fitted.choice.weights == "given" and len(fitted.choice.levels) == 4
-        note = "bf16 weights: blocks cannot be run again with weights in bfloat16: checkpoint: "
+        note = "bf16 weights: blocks cannot be run again with bf16 weights: checkpoint: "
         assert fitted.notes[0].startswith(note)
 
 

@@ -212,7 +212,7 @@ def test_weights_in_16_bits_that_the_model_does_not_run_with_are_left_out():
         model, batch, budget="1 GiB", loss=mse_loss, allow=("bf16",), dry_run=True
     )
     assert fitted.choice.weights == "given"
-    assert any("does not run with weights in bfloat16: mat1" in note for note in fitted.notes)
+    assert any("does not run with bf16 weights: mat1" in note for note in fitted.notes)
 
 
 def test_changes_of_a_model_that_kept_less_add_up():

@@ -161,7 +161,7 @@ def test_an_error_while_it_is_applied_takes_everything_back(monkeypatch):
     def fails(*args, **kwargs):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("headroom.fitting.apply.applied.load_master_weights", fails)
+    monkeypatch.setattr("headroom.techniques.weights16.load_master_weights", fails)
     optimizer = replacement(torch.optim.AdamW(model.parameters()), "8bit", "remainder16")
     with pytest.raises(MemoryError):
         Applied(model, ["blocks.1"], optimizer, Choice(("L5",), 1, "8bit", "bf16"))
@@ -276,7 +276,7 @@ def test_a_running_training_can_be_made_leaner(steady_times):
     fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy)
     seen = {fitted.choice}
     before, first = fitted.predicted_peak, fitted.step(batch)
-    while fitted.leaner():
+    while fitted.reduce_memory():
         assert fitted.choice not in seen
         seen.add(fitted.choice)
         if fitted.choice.micro_batches == 1:
@@ -290,7 +290,7 @@ def test_a_running_training_can_be_made_leaner(steady_times):
     with pytest.raises(RuntimeError, match="undo"):
         fitted.step(batch)
     with pytest.raises(RuntimeError, match="undo"):
-        fitted.leaner()  # where nothing leaner is left, too
+        fitted.reduce_memory()  # where nothing leaner is left, too
     with pytest.raises(TypeError, match="pickled"):
         copy.copy(fitted)
 
@@ -474,7 +474,7 @@ def two_steps(runs_out):
         with pytest.warns(UserWarning, match="all L0 became .*L1. no room"):
             losses = [step(batch), step(batch)]
     else:
-        assert fitted.leaner()
+        assert fitted.reduce_memory()
         losses = [step(batch), step(batch)]
     return losses + [param.detach() for param in model.parameters()]
 

@@ -45,7 +45,7 @@ def fitted_to(loss, batch=None, **options):
 
 def leanest(fitted):
     seen = 0
-    while fitted.leaner():
+    while fitted.reduce_memory():
         seen += 1
         assert seen < 30
     return fitted
@@ -62,7 +62,7 @@ def test_losses_that_do_not_add_up_are_not_cut(choice):
     assert all(map(torch.equal, before, fitted.model.state_dict().values()))
     assert all(p.grad is None for p in fitted.model.parameters())
     assert sum("do not add up" in note for note in fitted.notes) == 1
-    assert not fitted.leaner()  # and the batch is not compared again
+    assert not fitted.reduce_memory()  # and the batch is not compared again
     with torch.no_grad():
         expected = contrastive(fitted.model(batch))
     assert torch.equal(fitted.step(batch), expected)
@@ -114,9 +114,9 @@ def test_no_memory_to_compare_parts_is_no_answer():
 
     fitted, _ = fitted_to(mean, choice={})
     fitted._step = fitted._step.but(loss=loss)
-    assert not fitted.leaner() and fitted.choice.micro_batches == 1
+    assert not fitted.reduce_memory() and fitted.choice.micro_batches == 1
     fails[0] = False
-    assert fitted.leaner() and fitted.choice.micro_batches == 2
+    assert fitted.reduce_memory() and fitted.choice.micro_batches == 2
 
 
 def says(fitted):
@@ -166,7 +166,7 @@ def test_leaner_levels_have_the_predictions_of_the_frontier():
     fitted._take(top)
     assert (fitted.predicted_peak, fitted.predicted_seconds) == (top.peak, top.seconds)
     if len(fitted.reachable) > 1:
-        assert fitted.leaner() and fitted.plan is None
+        assert fitted.reduce_memory() and fitted.plan is None
         point = next(p for p in fitted.reachable if p.choice == fitted.choice)
         assert fitted.predicted_peak == point.peak < top.peak
         assert fitted.predicted_seconds == point.seconds

@@ -263,7 +263,7 @@ def test_the_memory_of_the_weights_is_given_back():
     gc.collect()
     assert fitted.choice.frozen == "nf4" and weight.numel() == 0
     assert gone and ladder.points  # whose plans had the Parameter
-    assert fitted.leaner() and fitted.step(batch).isfinite()
+    assert fitted.reduce_memory() and fitted.step(batch).isfinite()
 
 
 def test_a_failure_gives_the_layers_back(monkeypatch):

@@ -13,7 +13,7 @@ from headroom.fitting.costs import measure
 from headroom.fitting.costs.block_costs import BlockCosts, LevelCost, Measured
 from headroom.fitting.costs.on_host import hosted_seconds, streamed
 from headroom.fitting.ranks import RankError
-from headroom.fitting.search import candidates, techniques
+from headroom.fitting.search import candidates
 from headroom.fitting.search.techniques import techniques_of
 from headroom.host import HostMemoryError, arena, default_arena, trim
 from headroom.host.engine import Inline
@@ -21,6 +21,8 @@ from headroom.host.schedule import Link, streamed_step
 from headroom.nn import Transformer, TransformerConfig
 from headroom.param_states.paging import paged
 from headroom.step.pass_seconds import PassSeconds
+from headroom.techniques import offload
+from headroom.techniques import streamed as streaming
 
 from helpers.fitting import cross_entropy, step_of
 
@@ -381,7 +383,7 @@ def test_the_price_of_a_paged_step(monkeypatch):
 def slow_link(monkeypatch):
     """Stands for a device whose copies run beside what it computes, at 1 GB/s."""
     link = Link(1e9, 1e9, 0.0)
-    for module in (techniques, candidates, measure, paged):
+    for module in (offload, streaming, candidates, measure, paged):
         monkeypatch.setattr(module, "engine_of", lambda device: Asynchronous())
     for module in (candidates, measure, paged):
         monkeypatch.setattr(module, "measured_link", lambda device: link)
@@ -460,7 +462,7 @@ def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
     fitted = headroom.fit(model, batch, host_budget="1 GiB", **options)
     steps(fitted, batch)
     before = fitted.optimizer.offload_handle.memory()
-    assert before.resident > 0 and fitted.leaner()
+    assert before.resident > 0 and fitted.reduce_memory()
     after = fitted.optimizer.offload_handle.memory()
     assert 0 < fitted.choice.state_budget < 700_000 or not fitted.choice.state_budget
     assert after.resident < before.resident and after.host > before.host
@@ -468,4 +470,4 @@ def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
     assert fitted.measured_host == after.host
     narrow = headroom.fit(model_of(2), batch, host_budget=before.host + 10_000, **options)
     steps(narrow, batch)
-    assert narrow.leaner() and narrow.choice == choice.but(micro_batches=2)
+    assert narrow.reduce_memory() and narrow.choice == choice.but(micro_batches=2)

@@ -57,7 +57,7 @@ def fit_on_each(rank, budgets):
     assert gathered(lambda: fitted.to_json()["frontier"])[1 - rank] == fitted.to_json()["frontier"]
     assert fitted.predicted_peak <= min(budgets) < fitted.before_peak
     steps = 0
-    while fitted.leaner():  # the same on all ranks
+    while fitted.reduce_memory():  # the same on all ranks
         steps += 1
     assert gathered(lambda: [steps, fitted.choice.to_json()])[1 - rank] == [
         steps,

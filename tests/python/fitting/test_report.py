@@ -7,10 +7,10 @@ import pytest
 import torch
 from headroom.fitting import Change, Choice, Fitted, FrontierPoint, arguments
 from headroom.fitting.arguments import allowed_of, budget_of, check_margin, checked, within
-from headroom.fitting.choice import ALLOWABLE
 from headroom.fitting.ladder import Ladder, Rung
 from headroom.fitting.search.knapsack import Point, choose
 from headroom.step.description import Step
+from headroom.techniques import allowable
 from torch import nn
 
 from helpers.frozen import are_frozen
@@ -260,7 +260,7 @@ def test_what_is_allowed():
     assert allowed_of(["bf16", "8bit", "bf16"], ("adafactor", "8bit")) == (
         "bf16", "8bit", "adafactor",
     )  # fmt: skip
-    assert set(allowed_of(frozenset(ALLOWABLE))) == set(ALLOWABLE)
+    assert set(allowed_of(frozenset(allowable()))) == set(allowable())
     with pytest.raises(TypeError, match="allow is 8, wanted names"):
         allowed_of(8)
     with pytest.raises(ValueError, match="allow has 'x', wanted some of 8bit, bf16, adafactor"):

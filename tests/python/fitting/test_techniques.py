@@ -46,7 +46,7 @@ def test_every_choice_in_order():
         )
     )
     assert found.micro_batches == (1, 2, 6) and found.fused_losses == (False,)
-    assert are_frozen(found) and found.notes == () and found.allowed == () and found.only == {}
+    assert are_frozen(found) and found.notes == [] and found.allowed == () and found.only == {}
     assert found.parts_add_up is False and techniques(add_up=True).parts_add_up is True
     assert type(found.optimizer_of(OURS)) is headroom.optim.AdamW
     assert found.optimizer_of(GIVEN) is found.step.optimizer
@@ -59,7 +59,7 @@ def test_optimizers_that_may_take_the_place_of_another():
     assert pairs(techniques()) == {given, ours}
     assert pairs(techniques(allow=("8bit", "adafactor"))) == {given, ours, eight, factored}
     half = techniques(allow=("bf16",))
-    assert pairs(half) == {given, ours, ("headroom", "bf16")} and half.notes == ()
+    assert pairs(half) == {given, ours, ("headroom", "bf16")} and half.notes == []
     assert half.optimizers["headroom", "bf16"].defaults["master"] == "remainder16"
     assert half.optimizers[ours].defaults.get("master") is None
     both = techniques(allow=("8bit", "bf16"))
@@ -83,7 +83,7 @@ def test_optimizers_that_may_take_the_place_of_another():
     assert type(found.optimizers["8bit", "bf16"]) is headroom.optim.SGD8bit
     assert pairs(techniques(headroom.optim.Lion, ("8bit",))) == {given, eight}
     assert pairs(techniques(headroom.optim.Lion8bit, ("8bit", "adafactor"))) == {given}
-    assert techniques(headroom.optim.Adafactor).notes == ()
+    assert techniques(headroom.optim.Adafactor).notes == []
     assert len(techniques(headroom.optim.Adafactor, ("8bit",)).notes) == 1
 
 
@@ -91,7 +91,7 @@ def test_weights_in_16_bits_that_cannot_be():
     def note(**options):
         found = techniques(allow=("bf16",), **options)
         assert not any(weights == "bf16" for _, weights in found.optimizers)
-        return found.notes
+        return tuple(found.notes)
 
     assert note(model=model_of().bfloat16()) == (
         "bf16: not all parameters of the optimizer are float32",
@@ -100,7 +100,7 @@ def test_weights_in_16_bits_that_cannot_be():
     assert double[1].startswith("headroom: AdamW takes parameters in float32")
     assert note(amp=torch.float16) == ("bf16: not with float16 or a scaler of losses",)
     assert note(scaler=torch.amp.GradScaler("cpu")) == note(amp=torch.float16)
-    assert techniques(allow=("bf16",), amp=torch.bfloat16).notes == ()
+    assert techniques(allow=("bf16",), amp=torch.bfloat16).notes == []
     model = model_of(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model[0].parameters())
     found = techniques(optimizer, ("bf16",), model=model)
@@ -109,7 +109,7 @@ def test_weights_in_16_bits_that_cannot_be():
     )
     narrow = model_of(nn.Linear(4, 4).half())
     optimizer = torch.optim.AdamW(narrow[0].parameters())
-    assert techniques(optimizer, ("bf16",), model=narrow).notes == ()
+    assert techniques(optimizer, ("bf16",), model=narrow).notes == []
 
 
 def test_gradients_are_released_only_where_a_step_is_its_optimizers_alone():
@@ -186,6 +186,6 @@ def test_a_choice_that_cannot_be_is_named():
 
 def test_whole_batches():
     found = techniques().whole_batches("so it is")
-    assert found.micro_batches == (1,) and found.notes == ("micro-batches: so it is",)
+    assert found.micro_batches == (1,) and found.notes == ["micro-batches: so it is"]
     with pytest.raises(ValueError, match="wanted one of 1 for micro_batches; micro-batches: so"):
         techniques(only={"micro_batches": (2, 6)}).whole_batches("so it is")

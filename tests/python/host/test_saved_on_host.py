@@ -12,7 +12,7 @@ from headroom.host.engines import engine_of
 from headroom.host.saved import saved_on_host, trim
 from headroom.host.slabs import Slabs
 from headroom.nn.steps import LEVELS
-from headroom.retrying.levels import SaveLevels
+from headroom.techniques.levels import RaisedLevels
 from torch import nn
 
 from helpers.dropping import WRITTEN_LATE, Part, WrittenLate, gradients_of, transformer
@@ -631,8 +631,8 @@ def test_beside_states_on_the_host(release):
 
 def test_levels_that_retry_raises_stay_on_the_host():
     model = transformer("L1@host")
-    levels = SaveLevels(model)
-    assert "L2@host" in levels.leaner()
+    levels = RaisedLevels(model)
+    assert "L2@host" in levels.reduce_memory()
     assert model.save == ["L2@host"] * 3 + ["L2"]
     levels.give_up()
     assert model.save == ["L1@host"] * 3 + ["L1"]

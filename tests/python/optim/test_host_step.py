@@ -628,7 +628,7 @@ def test_on_the_cpu_the_step_is_there_already():
     handle = offload(AdamW8bit(nn.Linear(64, 64).parameters()), what="step")
     assert type(handle._paging) is Paging
     on_meta = AdamW(nn.Linear(4, 4, device="meta").parameters(), offload="step")
-    assert type(on_meta.paging) is Hosting and not on_meta.offload_handle.leaner()
+    assert type(on_meta.paging) is Hosting and not on_meta.offload_handle.reduce_memory()
 
 
 def test_a_scaler_that_skips_and_a_release_that_ends():

@@ -446,7 +446,7 @@ def test_leaner_moves_more_to_the_host():
     plain = EVERY["adamw8bit-remainder16"].make(ordinary.parameters())
     modes.train(ordinary, plain, range(3))
     sizes = [handle.memory().resident]
-    while (before := [*map(dict, entries(optimizer))]) and handle.leaner():
+    while (before := [*map(dict, entries(optimizer))]) and handle.reduce_memory():
         sizes.append(handle.memory().resident)
         params = (p for group in optimizer.param_groups for p in group["params"])
         for param, old in zip(params, before):  # what stays is not copied

@@ -208,7 +208,7 @@ def test_without_momentum_nothing_is_on_the_host(budget):
     alone = SGD(lists[0], lr=0.1, offload="state", budget=budget)
     run(alone, lists[0], range(1))
     memory = alone.offload_handle.memory()
-    assert memory.host == memory.resident == 0 and not alone.offload_handle.leaner()
+    assert memory.host == memory.resident == 0 and not alone.offload_handle.reduce_memory()
 
 
 @EACH

@@ -5,7 +5,8 @@ import re
 import headroom
 import pytest
 import torch
-from headroom.retrying import levels, retry_on_oom, training
+from headroom.retrying import retry_on_oom, training
+from headroom.techniques import levels
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -246,7 +247,7 @@ def test_an_error_while_a_step_is_undone_or_made_leaner(monkeypatch):
 
     for owner, name, words in (
         (training.BeforeTraining, "restore", "may be half changed: ValueError: something else"),
-        (levels.SaveLevels, "_set", "may be half changed: ValueError: something else"),
+        (levels.RaisedLevels, "_set", "may be half changed: ValueError: something else"),
     ):
         fail = Failing(MemoryError("no room"))
         step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)

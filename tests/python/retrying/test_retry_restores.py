@@ -99,7 +99,7 @@ def test_what_a_failed_backward_was_about_to_run_is_gone_when_the_step_is_repeat
         optimizer.zero_grad()
 
     step = retry_on_oom(step, model=model, optimizer=optimizer)
-    step._leaner = lambda: "again"
+    step._reduce_memory = lambda: "again"
     with pytest.warns(UserWarning, match="again"):
         step(torch.randn(7, 5))
     assert alive == [[], [False]]
@@ -302,7 +302,7 @@ def test_sparse_gradients():
     fail = Failing()
     model, optimizer, step = made(fail)
     step = retry_on_oom(step, model=model, optimizer=optimizer, micro_batches=1)
-    step._leaner = lambda: "again"
+    step._reduce_memory = lambda: "again"
     twin, _, plain = made(lambda: None)
     for ends in (False, True, False):
         fail.errors = [MemoryError()]

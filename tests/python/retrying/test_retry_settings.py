@@ -43,7 +43,7 @@ class Trainer:
         self.optimizer = headroom.optim.AdamW(model.parameters())
         self.choice = "roomy"
 
-    def leaner(self):
+    def reduce_memory(self):
         if self.choice == "lean":
             return False
         self.choice = "lean"
@@ -74,7 +74,7 @@ class Unnamed:
         self.model, self.optimizer = model, headroom.optim.AdamW(model.parameters())
         self.scaler, self.fail, self.asked = torch.amp.GradScaler("cpu", 4.0), fail, 0
 
-    def leaner(self):
+    def reduce_memory(self):
         self.asked += 1
         return True
 
