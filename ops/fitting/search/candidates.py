@@ -236,7 +236,6 @@ class Candidates:
                 batch=step.part(choice.micro_batches),
                 whole=step.batch,
                 accumulation=min(2, choice.micro_batches),  # the second is like all that follow
-                starts_short=True,  # the first step is there to leave behind what later ones find
                 release=choice.release and bucket_of(step.model, choice.dtype),
                 offload=choice.offload or None,
                 state_budget=choice.state_budget,
