@@ -118,6 +118,9 @@ class Timeline:
         link_bytes: bytes that the last step copied between the device and the arena.
         workspaces: of a plan for CUDA, the scratch memory of cuBLAS, which is no tensor and no part
             of the live bytes; it is not saved.
+        past: of a plan for CUDA, what was freed before the steps, and has left gaps between what
+            has stayed; it is not saved either.
+        began: the event at which the steps began.
     """
 
     allocations: list[Allocation]
@@ -127,6 +130,8 @@ class Timeline:
     host: Timeline | None = None
     link_bytes: int = 0
     workspaces: list[Allocation] = field(default_factory=list, repr=False, compare=False)
+    past: list[Allocation] = field(default_factory=list, repr=False, compare=False)
+    began: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ends = (a.start if a.end is None else a.end for a in self.allocations)

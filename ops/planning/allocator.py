@@ -27,6 +27,11 @@ LARGE_REQUEST = 10 * MIB  # From this on a request gets a segment of its own siz
 LARGE_ROUNDING = 2 * MIB  # rounded up to this.
 
 
+# The name of an event at which the segments that nothing uses are given back, and after which peaks
+# are counted.
+EMPTY_CACHE = "torch.cuda.empty_cache()"
+
+
 def _rounded_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
@@ -100,14 +105,15 @@ class Allocator:
         requested_peak: the most bytes that the tensors needed at once.
         allocated_peak: the most in blocks in use, what ``torch.cuda.max_memory_allocated`` reports:
             ``requested_peak`` and the rounding.
-        reserved: bytes taken from the driver. Nothing is given back, so that this is what
-            ``torch.cuda.max_memory_reserved`` reports.
+        reserved: bytes taken from the driver. Nothing is given back in the steps, so that this is
+            what ``torch.cuda.max_memory_reserved`` reports.
     """
 
     def __init__(self, expandable: bool = False) -> None:
         self._expandable = expandable
         self.reserved = self.allocated = self.requested = 0
         self.allocated_peak = self.requested_peak = 0
+        self._end = 0  # of the addresses
         self.segments: list[Block] = []  # the first block of each
         self._small, self._large = Pool(True), Pool(False)
 
@@ -157,6 +163,14 @@ class Allocator:
             self._join(block)
         pool.add(block)
 
+    def empty_cache(self) -> None:
+        """Gives back the segments that nothing uses, and counts peaks from now on."""
+        for block in [one for one in self.segments if not one.used and one.after is None]:
+            block.pool.take(block)
+            self.reserved -= block.size
+            self.segments.remove(block)
+        self.requested_peak, self.allocated_peak = self.requested, self.allocated
+
     def _split(self, block: Block, size: int) -> None:
         """Cuts a block to ``size``; the rest is free."""
         pool = block.pool
@@ -180,7 +194,8 @@ class Allocator:
             size = LARGE_SEGMENT
         else:
             size = _rounded_up(size, LARGE_ROUNDING)
-        block = Block(pool, self.reserved, size)
+        block = Block(pool, self._end, size)
+        self._end += size
         self.reserved += size
         self.segments.append(block)
         return block
@@ -210,7 +225,8 @@ def replay(events: Iterable[tuple[Hashable, int]], expandable: bool = False) -> 
 
     Args:
         events: pairs of a name and bytes. Bytes of 0 or more allocate under that name, negative
-            ones free what the name holds (the number does not matter).
+            ones free what the name holds (the number does not matter). At :data:`EMPTY_CACHE`,
+            with any number, segments that nothing uses are given back.
         expandable: as in :class:`Allocator`.
 
     Raises:
@@ -220,7 +236,9 @@ def replay(events: Iterable[tuple[Hashable, int]], expandable: bool = False) -> 
     allocator = Allocator(expandable)
     live: dict[Hashable, Block | None] = {}
     for index, (name, size) in enumerate(events):
-        if size < 0:
+        if name == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif size < 0:
             allocator.free(live.pop(name))
         elif name in live:
             raise ValueError(f"event {index} allocates {name!r}, which was not freed before")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..memory.events import Timeline
-from .allocator import replay
+from .allocator import EMPTY_CACHE, replay
 from .products import capability
 from .result import DeviceShare
 
@@ -44,7 +44,8 @@ def device_share(timeline: Timeline) -> DeviceShare:
     settings = settings.replace(" ", "")
     if left_out := [name for name in _NOT_REPLAYED if name in settings]:
         timeline.notes.append(f"The plan does not follow the allocator's {', '.join(left_out)}.")
-    found = replay(_events(timeline), "expandable_segments:true" in settings.lower())
+    grows = "expandable_segments:true" in settings.lower()
+    found = replay(_events(timeline, with_past=not grows), grows)
     workspaces = found.requested_peak - timeline.peak_bytes
     return DeviceShare(found.rounding, found.fragmentation, workspaces, *context(capability()))
 
@@ -61,15 +62,18 @@ def context_bytes(device: torch.device) -> int:
     return context(capability())[0] if device.type == "cuda" else 0
 
 
-def _events(timeline: Timeline) -> Iterator[tuple[Any, int]]:
+def _events(timeline: Timeline, with_past: bool) -> Iterator[tuple[Any, int]]:
     """Yields the allocations and frees of a plan in order, those of cuBLAS's workspaces with
     them."""
+    past = timeline.past if with_past else []
     changes: list[tuple[int, int, int, int]] = []
-    for sign, allocations in ((1, timeline.allocations), (-1, timeline.workspaces)):
+    for sign, allocations in ((1, [*past, *timeline.allocations]), (-1, timeline.workspaces)):
         for a in allocations:
             key = sign * (a.id + 1)
             changes.append((a.start, 1, key, a.bytes))
             if a.end is not None:
                 changes.append((a.end, 0, key, -max(1, a.bytes)))
+    if past:
+        changes.append((timeline.began, 0, 0, -1))
     for _, _, key, size in sorted(changes):
-        yield key, size
+        yield key or EMPTY_CACHE, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ..host.slabs import Slabs
 from ..memory.events import Allocation
 from ..param_states.paging.hosted import Hosting, Turn
 from ..param_states.paging.hosted_parts import Slots, divided
-from ..param_states.paging.paged import Paging, block_size_of
+from ..param_states.paging.paged import Paging, Place, block_size_of
 from ..param_states.paging.parts import copied_bytes
 from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
@@ -40,6 +40,13 @@ class PlannedPaging(Paging):
     def engine_of(self, device: torch.device) -> Engine:
         return self.arena
 
+    def _choice(
+        self, places: Mapping[Tensor, Place]
+    ) -> tuple[dict[torch.device, int], set[Tensor]]:
+        return super()._choice(
+            {p: place for p, place in places.items() if not self.arena.steps_in_place(p)}
+        )
+
     def _staged(
         self,
         optimizer: Any,
@@ -50,15 +57,22 @@ class PlannedPaging(Paging):
     ) -> tuple[Any, list[tuple[Bucket, Any]]]:
         if stays:
             return super()._staged(optimizer, group, bucket, device, stays)
-        self._house_missing(optimizer, bucket.owners, bucket.layout, group)
-        ring = self._ring(device, group, bucket)
+        there = [owner for owner in bucket.owners if self.arena.steps_in_place(owner)]
+        here = [owner for owner in bucket.owners if owner not in {*there}]
+        with self.arena.off_the_device():
+            self._house_missing(optimizer, there, bucket.layout, group)
+        self._house_missing(optimizer, here, bucket.layout, group)
+        if not here:
+            return _Holding(bucket, []), []
+        ring = self._ring(device, group, bucket._replace(owners=here))
         laid: list[Tensor] = []
         for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
+            if owner in {*there}:
+                continue
             home = self._homes[owner]
-            if not self.arena.steps_in_place(owner):
-                up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
-                self.arena.bytes_up += up
-                self.arena.bytes_down += down
+            up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
+            self.arena.bytes_up += up
+            self.arena.bytes_down += down
             if home.size > ring.slot_bytes:
                 laid.append(laid_out(grad, param.stride()))
         return _Holding(bucket, laid), []
@@ -229,6 +243,16 @@ class PlannedHost(Inline):
         """Returns whether a parameter is on the host, which is not the device, so that nothing is
         copied to step it."""
         return self.is_asynchronous and param in self.weights
+
+    @contextmanager
+    def off_the_device(self) -> Iterator[None]:
+        """Counts nothing on the device, while it lasts: tensors are made on the host."""
+        recorder = self._recorder
+        before, recorder.is_paused = recorder.is_paused, True
+        try:
+            yield
+        finally:
+            recorder.is_paused = before
 
     def begin_step(self) -> None:
         """Counts the copies of the step that follows alone."""

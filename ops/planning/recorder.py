@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self._products = Products() if device.type == "cuda" else None
         self._staying: set[tuple[bool, bool]] = set()  # workspaces that stay
         self.spans: list[Span] = []
-        self.now = 0
+        self.now = self._began = 0
         self.step, self.phase = 0, "other"
         self.module: str | None = None
         self.last: tuple[str, str | None] = ("", None)  # the operation and module, for errors
@@ -173,14 +173,24 @@ class Recorder(TorchDispatchMode):
     ) -> Timeline:
         host = Timeline([*on_host], self.spans, "host") if on_host else None
         return Timeline(
-            [a for a in self.allocations if a.bytes],  # others have moved
+            [a for a in self.allocations if a.bytes and not self._is_past(a)],  # others have moved
             self.spans,
             self.device.type,
             list(notes),
             host,
             link_bytes,
             self.workspaces,
+            [a for a in self.allocations if a.bytes and self._is_past(a)],
+            self._began,
         )
+
+    def begin_steps(self) -> None:
+        """Says that the model and the optimizer are as the steps find them."""
+        self._began = self.now
+        self.now += 1
+
+    def _is_past(self, a: Allocation) -> bool:
+        return a.end is not None and a.end < self._began
 
     # ---- devices --------------------------------------------------------------------------------
 

@@ -46,7 +46,9 @@ class Steps:
         given, model = self.given, self.model
         for param in model.parameters():
             param.grad = None
+        before: dict[Tensor, Tensor] = {}
         if given.dtype is not None:
+            before = {x: x.data for x in (*model.parameters(), *model.buffers())}
             cast_model(model, given.dtype)
         if given.save is not None:
             _set_save(model, given.save)
@@ -59,7 +61,8 @@ class Steps:
         if given.dtype is not None and given.offload is None and is_headroom(self.optimizer):
             # It keeps the bits that weights lose, and with them the rest of its states.
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            load_master_weights(self.optimizer, {p: p.detach() for p in params})
+            load_master_weights(self.optimizer, {p: before[p] for p in params})
+        before.clear()
         if given.offload is not None:
             self.offload(given.offload, given.state_budget)
         if given.scaler:
@@ -90,12 +93,10 @@ class Steps:
         given = self.given
         if given.prefetch and given.device.type == "cuda":
             self._ahead = self.fetched()  # beside the one before, which is freed after
-        is_short = given.starts_short and number == 0 and given.steps > 1
-        count = 1 if is_short else given.accumulation
         share = 1 if self.accumulator is not None else Fraction(1, given.accumulation)
         passes(
             partial(given.loss_of, self.model),
-            [(given.batch, share)] * count,
+            [(given.batch, share)] * given.accumulation,
             backward=self._backward,
             begin=self.begin,
         )

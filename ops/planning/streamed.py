@@ -93,6 +93,7 @@ def streaming_on_fakes(recorder: Recorder, host: PlannedHost, mode: Any) -> Iter
             return
         fields, size = list[Field](), 0
         for p, places in self._found().items():
+            recorder.vanish(p)  # from the device, where it may have been
             recorder.manage(p)
             host.weights.add(p)
             stride = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()

@@ -74,10 +74,11 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
     with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_view())
-        copier = Copier(mode, device)
-        copied = step.copied(copier.copy)
+        copied = step.copied(Copier(mode, device).copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
         run = _Traced(recorder, copied, PlannedHost(recorder, mode))
+        params = step.model.parameters()
+        run.is_there = step.sharding is None and any(p.device.type == "cuda" for p in params)
         # Torch's optimizers choose for fakes as they choose for tensors.
         optimizer = sys.modules["torch.optim.optimizer"]
         kinds = [*optimizer._foreach_supported_types, FakeTensor]
@@ -88,7 +89,8 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(mode)
         stack.enter_context(streaming_on_fakes(recorder, run.host, mode))
         run.blocks = [] if step.weights is None else streamable(step.model, step.weights)
-        run.prepare()
+        with run.remembering():
+            run.prepare()
         if watch is not None:
             watch(run.model, recorder)
         try:
@@ -139,6 +141,7 @@ class _Traced(Steps):
         self._why_not_evaluated: list[str] = []
         self._is_stepping = self._is_scaling = False
         self.blocks: list[Streamable] = []  # whose weights shall be on the host
+        self.is_there = False  # whether the model is on the device of the plan already
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
 
@@ -169,6 +172,18 @@ class _Traced(Steps):
         self._know_all()
         for x in tensors_in(self.given.batch):
             self.recorder.know(x, "batch", "batch")
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Notes, while the model is made what the steps find, what this frees of one that is on the
+        device: the allocator serves others from the gaps."""
+        if self.is_there:
+            self._know_model()
+            with self.recorder:
+                yield
+        else:
+            yield
+        self.recorder.begin_steps()
 
     def begin(self, phase: str) -> None:
         self.recorder.begin(phase)
@@ -259,10 +274,7 @@ class _Traced(Steps):
 
     def _know_all(self) -> None:
         """Notes what parameters, gradients, buffers and states there are."""
-        places = {id(x): at for at, x in enumerate(_as_moved(self.model))}
-        known = [*tensors_of_model(self.model)]
-        for kind, name, x in sorted(known, key=lambda one: places.get(id(one[2]), -1)):
-            self.recorder.know(x, kind, name, name.rpartition(".")[0])
+        self._know_model()
         if self.optimizer is not None:
             for kind, name, x in tensors_of_state(self.optimizer, {}):
                 self.recorder.know(x, kind, name.removeprefix("."))
@@ -270,6 +282,12 @@ class _Traced(Steps):
                 states = (self.optimizer.state.get(param) for param in self.host.weights)
                 for x in tensors_in([*states]):
                     self.host.move(x)
+
+    def _know_model(self) -> None:
+        places = {id(x): at for at, x in enumerate(_as_moved(self.model))}
+        known = [*tensors_of_model(self.model)]
+        for kind, name, x in sorted(known, key=lambda one: places.get(id(one[2]), -1)):
+            self.recorder.know(x, kind, name, name.rpartition(".")[0])
 
     def _scalar(self, func: Any, x: Tensor) -> Any:
         """Answers for the value of a tensor, which fakes do not have."""

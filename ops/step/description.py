@@ -44,7 +44,6 @@ class Step:
         dtype: of the parameters, in the place of their own, or None.
         sharding: of several ranks, or None.
         steps: how many of them are planned.
-        starts_short: whether the first of several steps is of one micro-batch.
         rule: what the loss is a mean over, by which micro-batches are weighed; see
             :mod:`headroom.step.micro_batches`.
     """
@@ -75,7 +74,6 @@ class Step:
     dtype: torch.dtype | None = None
     sharding: Any = None
     steps: int = 2
-    starts_short: bool = False
     rule: str = SAMPLES
 
     def but(self, **changes: Any) -> Step:

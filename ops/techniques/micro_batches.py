@@ -39,7 +39,6 @@ class MicroBatches(Technique):
             batch=step.part(choice.micro_batches),
             whole=step.batch,
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow
-            starts_short=True,  # the first step is there to leave behind what later ones find
         )
 
     def reduce_memory(self, running: Running) -> str | None:

@@ -12,14 +12,20 @@ from torch.autograd.function import once_differentiable
 from ..engine import Ticket
 from ..ring import aligned
 from . import fields
-from .fields import ALIGNMENT, Block, Stream, bytes_of
+from .fields import ALIGNMENT, Block, bytes_of
 
 
 class Arrival:
-    """Gradients of a block that are copied to the host."""
+    """Gradients of a block that are copied to the host.
 
-    def __init__(self, stream: Stream, device: torch.device, ticket: Ticket, held: Any) -> None:
-        self._stream, self._engine, self._ticket = stream, stream.engine_of(device), ticket
+    Attributes:
+        is_there: whether the host has waited for them.
+    """
+
+    is_there = False
+
+    def __init__(self, engine: Any, ticket: Ticket, held: Any) -> None:
+        self._engine, self._ticket = engine, ticket
         self._held = held  # while they are read
 
     def leave(self) -> None:
@@ -29,10 +35,10 @@ class Arrival:
             self._held = None
 
     def sync(self) -> None:
-        """Waits, on the host, until they are there."""
+        """Waits, on the host, until they are there. It frees nothing: while the device computes,
+        what it reserves would depend on when."""
         self._engine.sync(self._ticket)
-        self._held = None
-        self._stream.arrived(self)
+        self.is_there = True
 
 
 class Way:
@@ -81,7 +87,7 @@ class Way:
                 run.untyped_storage(), run.device, p.dtype, start, p.shape, p.stride()
             )
         if engine.is_asynchronous:
-            self._arrival = Arrival(stream, block.device, ticket, (run, sources))
+            self._arrival = Arrival(engine, ticket, (run, sources))
             stream.add(self._arrival)
         return found
 

@@ -145,12 +145,7 @@ class Stream:
         with self.lock:
             for other in self._arrivals:
                 other.leave()
-            self._arrivals.append(arrival)
-
-    def arrived(self, arrival: Arrival) -> None:
-        with self.lock:
-            if arrival in self._arrivals:
-                self._arrivals.remove(arrival)
+            self._arrivals = [other for other in self._arrivals if not other.is_there] + [arrival]
 
     def send(self, way: Way) -> None:
         """Waits until the host has asked for the gradients that were sent before those of ``way``:
@@ -180,10 +175,13 @@ class Stream:
             self._asks.notify_all()
 
     def settle_gradients(self) -> None:
-        """Waits for gradients that no backward pass has asked for, because it raised."""
+        """Waits for the gradients of the last block, and for those that no backward pass has asked
+        for, because it raised."""
         with self.lock:
-            for arrival in [*self._arrivals]:
+            for arrival in self._arrivals:
                 arrival.sync()
+                arrival.leave()
+            self._arrivals.clear()
         drop_what_is_left()
 
     def _settle_at_the_end(self) -> None:

@@ -8,6 +8,7 @@ import headroom
 import pytest
 import torch
 from headroom.host import streaming
+from headroom.host.engine import Inline
 from headroom.host.streaming import call, gradients, slots
 from headroom.patching.streaming import STREAM
 from torch import nn
@@ -247,3 +248,17 @@ def test_without_one(wait):
                 except (AssertionError, RuntimeError):
                     return
     pytest.fail("no scenario notices")
+
+
+def test_gradients_are_freed_by_the_thread_that_computes():
+    """Not when the host has waited for them: what is reserved would depend on the moment."""
+    stream, grad = streaming.Stream(headroom.HostArena(), 1), torch.ones(3)
+    seen, engine = weakref.ref(grad), Inline()
+    stream.add(arrival := gradients.Arrival(engine, None, [grad]))
+    del grad
+    arrival.sync()
+    assert seen() is not None
+    stream.add(last := gradients.Arrival(engine, None, []))
+    assert seen() is None and stream._arrivals == [last]
+    stream.settle_gradients()
+    assert last.is_there and not stream._arrivals

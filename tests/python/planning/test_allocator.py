@@ -5,7 +5,7 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.planning.allocator import Allocator, Block, Pool, replay
+from headroom.planning.allocator import EMPTY_CACHE, Allocator, Block, Pool, replay
 from torch import nn
 
 MIB = 1 << 20
@@ -114,6 +114,16 @@ def test_settings_that_are_not_replayed_are_noted(monkeypatch):
     rare = plan("max_split_size_mb:64, garbage_collection_threshold:0.6")
     assert rare.reserved_bytes == usual.reserved_bytes
     assert str(rare).endswith("garbage_collection_threshold, max_split_size_mb.")
+
+
+def test_segments_in_use_stay_when_the_cache_is_emptied():
+    large = 6 << 20
+    events = [("a", large), ("b", large), ("c", 30 << 20), ("a", -1), ("c", -1), (EMPTY_CACHE, 0)]
+    found = replay(events)
+    assert found.reserved == 20 << 20 and found.allocated_peak == found.requested_peak == large
+    found = replay([*events, ("d", 8 << 20), ("e", large)])  # behind b, and before it
+    assert found.reserved == 20 << 20
+    assert replay([("a", 1), ("a", -1), (EMPTY_CACHE, 0), ("b", large)]).reserved == 20 << 20
 
 
 def test_bad_events():

@@ -18,7 +18,7 @@ from helpers.frozen import are_frozen
 def test_what_is_usual():
     step = Step(nn.Linear(2, 2), None, None)
     usual = {name: value for name, value in vars(step).items() if name != "model"}
-    flags = dict.fromkeys(("scaler", "accumulator", "release", "starts_short", "prefetch"), False)
+    flags = dict.fromkeys(("scaler", "accumulator", "release", "prefetch"), False)
     assert {name: value for name, value in usual.items() if value is not None} == flags | {
         "accumulation": 1, "set_to_none": True, "steps": 2, "rule": "samples", "state_budget": 0,
     }  # fmt: skip
