@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
-import shutil
 import sys
-import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +16,10 @@ from ..integrations.attaching import Budget, register_later
 from ..integrations.watching import WatchedSteps
 from ..techniques import allowable
 from .arguments import ArgumentError, size
+from .programs import LAUNCHERS, MISSING, exit_code, starting
 
 HELP = "run a program with Headroom in the loops that it uses"
 HAS_JSON = False
-# What starts a program in other processes, and how Headroom gets into those.
-LAUNCHERS = {
-    "torchrun": "torchrun ... -m headroom run",
-    "torch.distributed.run": "python -m torch.distributed.run ... -m headroom run",
-    "torch.distributed.launch": "python -m torch.distributed.run ... -m headroom run",
-    "accelerate": "accelerate launch ... -m headroom run",
-    "accelerate.commands.launch": "accelerate launch ... -m headroom run",
-    "deepspeed": "deepspeed ... --module headroom run",
-}
 STEPS_ON_CPU = 3  # whose memory is recorded there, where a recording grows until it ends
 
 
@@ -80,7 +69,7 @@ def run(options: argparse.Namespace) -> Callable[[], int]:
     """Returns what runs the program, after all arguments were checked."""
     words = options.program[options.program[:1] == ["--"] :]
     if not words:
-        raise ArgumentError("PROGRAM is missing: a script, a command, or -m and a module")
+        raise ArgumentError(MISSING)
     wanted = (options.register, options.budget, options.snapshot_on_oom, options.profile)
     if not any(one not in (None, False) for one in wanted):
         raise ArgumentError(
@@ -89,21 +78,19 @@ def run(options: argparse.Namespace) -> Callable[[], int]:
     if options.budget is None and (options.host_budget is not None or options.allow):
         given = "--allow" if options.host_budget is None else "--host-budget"
         raise ArgumentError(f"{given} goes with --budget")
-    name, *arguments = words
+    name = words[0]
     if (launcher := LAUNCHERS.get(os.path.basename(name))) is not None:
         raise ArgumentError(
             f"{name} starts its program in other processes, where Headroom would not be; begin "
             f"Headroom in those: {launcher} [options] PROGRAM"
         )
-    start = _module(name) if options.is_module else _script(name)
+    start = starting(words, options.is_module)
     for folder in filter(None, (options.snapshot_on_oom, options.profile)):
         folder.mkdir(parents=True, exist_ok=True)
-    return partial(_run, options, start, arguments)
+    return partial(_run, options, start)
 
 
-def _run(
-    options: argparse.Namespace, start: Callable[[Sequence[str]], Any], arguments: Sequence[str]
-) -> int:
+def _run(options: argparse.Namespace, start: Callable[[], None]) -> int:
     """Runs the program, and returns 0, or 1 after an error that it did not handle."""
     budget = None
     if options.register:
@@ -113,7 +100,7 @@ def _run(
     watched = _watched(options, budget)
     error: BaseException | None = None
     try:
-        start(arguments)
+        start()
     except BaseException as raised:
         error = raised
     if watched is not None:
@@ -121,18 +108,7 @@ def _run(
         _tell_files(watched, options)
     if budget is not None and not budget.callbacks:
         _tell("--budget had no effect: no Trainer was made in this process")
-    if error is None:
-        return 0
-    if not isinstance(error, Exception):  # such as SystemExit and KeyboardInterrupt
-        raise error
-    trace = error.__traceback__  # without the lines of this file and of runpy
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
-    return 1
-
-
-_OWN = {__file__, runpy.__file__, "<frozen runpy>"}
+    return exit_code(error)
 
 
 def _watched(options: argparse.Namespace, budget: Budget | None) -> WatchedSteps | None:
@@ -178,50 +154,3 @@ def _tell_files(watched: WatchedSteps, options: argparse.Namespace) -> None:
 def _tell(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"headroom run: {text}", file=sys.stderr)
-
-
-def _module(name: str) -> Callable[[Sequence[str]], Any]:
-    """Returns what runs a module as ``python -m`` does."""
-
-    def start(arguments: Sequence[str]) -> None:
-        _begin("-m", os.getcwd(), arguments)
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-    return start
-
-
-def _script(name: str) -> Callable[[Sequence[str]], Any]:
-    """Returns what runs a script, or a folder or an archive with a ``__main__.py``, or a command of
-    this environment or of the path."""
-    is_file = os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
-    path = os.path.abspath(name if is_file else _command(name))
-
-    def start(arguments: Sequence[str]) -> None:
-        folder = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
-        _begin(path, folder, arguments)
-        runpy.run_path(path, run_name="__main__")
-
-    return start
-
-
-def _command(name: str) -> str:
-    """Returns the file of a command that is written in Python."""
-    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
-    path = shutil.which(name, path=os.pathsep.join(folders))
-    if path is None:
-        raise ArgumentError(
-            f"PROGRAM is {name!r}, and there is no such script and no such command; wanted one of "
-            "these, or -m and a module"
-        )
-    with open(path, "rb") as file:
-        lines = file.read(1024).split(b"\n")
-    if not (lines[0].startswith(b"#!") and any(b"python" in line for line in lines[:2])):
-        raise ArgumentError(f"PROGRAM is {name!r}, and {path} is no program in Python")
-    return path
-
-
-def _begin(program: str, folder: str, arguments: Sequence[str]) -> None:
-    """Makes arguments and path of the process those that the program expects."""
-    sys.argv[:] = [program, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder

@@ -5,10 +5,10 @@ replaced are the C libraries under torch: the runtime, the driver, cuBLAS, cuBLA
 sources are in ``rehearsal/``. This package is imported as ``headroom_rehearsal``, without torch and
 without Headroom, since it must be there before torch is:
 
-    python -m headroom_rehearsal --gpu "RTX 4090" train.py
+    headroom rehearse --gpu "RTX 4090" train.py
     python -m pytest -p headroom_rehearsal.pytest_plugin tests/
 
-Internal: names may change.
+:func:`run` does the former from Python. The rest is internal: names may change.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from .build import build
+from .running import run
 
-__all__ = ["note", "start"]
+__all__ = ["device", "gpus", "note", "run", "start"]
 
 _device: Any = None  # of values, once the device was started
 
@@ -87,6 +88,20 @@ def start(
     _device = install(runtime, computed)
     atexit.register(_wait_for_backward)
     return runtime
+
+
+def gpus() -> dict[str, tuple[int, int]]:
+    """Returns the bytes and the compute capability of each GPU by its name."""
+    (file,) = build().glob("libcudart.*")
+    runtime = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+    _declare(runtime)
+    rows = (row.split("\t") for row in runtime.rehearsal_gpus().decode().splitlines())
+    return {name: (int(size), int(capability)) for name, size, capability in rows}
+
+
+def device() -> Any:
+    """Returns the started device as the operations see it."""
+    return _device
 
 
 def note(namespace: str) -> None:

@@ -56,6 +56,11 @@ _WITHOUT_HOST_CODE = set(
     linalg_matrix_sqrth linalg_polar linalg_qr linalg_solve_triangular ormqr triangular_solve
     mode pow.Scalar pow.Scalar_out""".split()
 )
+# They write each element of their first argument, whatever it was.
+_FILLS = set(
+    """zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_
+    _foreach_zero_""".split()
+)
 # Their CUDA kernels keep statistics and results in f32 where the CPU's do not.
 _WIDENED = set(
     """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
@@ -131,6 +136,7 @@ class Operation:
         self.computable = self._cpu is not None or self._written_here is not None
         self._numbers = torch._C._should_allow_numbers_as_tensors(packet)
         self._widen = short.partition(".")[0] in _WIDENED
+        self.fills = short.partition(".")[0] in _FILLS or any(out for *_, out in at + named)
         self._sizes: dict = {}
 
     @staticmethod

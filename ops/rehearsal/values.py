@@ -12,7 +12,6 @@ import collections
 import ctypes
 import functools
 import itertools
-import sys
 import threading
 
 import torch
@@ -27,10 +26,10 @@ from ._operations import (
     Operation,
     cannot_compute,
 )
+from .lines import line
 
 _libraries: list[torch.library.Library] = []
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-_PACKAGES = ("/torch/", "/headroom_rehearsal/", "/ops/rehearsal/")
 
 
 class _Local(threading.local):
@@ -61,10 +60,12 @@ class Device:
         self.report = runtime.rehearsal_report
         self._poison = runtime.rehearsal_poison
         self._memset, self._touch = runtime.cudaMemsetAsync, runtime.rehearsal_touch
+        self.peak_bytes = runtime.rehearsal_peak  # of a device, without the context
         self.ordered = bool(runtime.rehearsal_ordered())
         self.limit = limit
         self.unknown: dict[int, str] = {}  # addresses of small results -> what did not compute them
         self.reads: collections.Counter[str] = collections.Counter()
+        self.answer: float | None = None  # what a read of an unknown floating scalar returns
 
     def fill(self, t: Tensor, byte: int) -> None:
         """Sets each byte of ``t`` in the order of the current stream of its device."""
@@ -105,11 +106,14 @@ class Device:
             self.fill(t, 0)
             self.unknown[t.data_ptr()] = name
 
-    def read(self, t: Tensor) -> None:
-        """Counts a read of a value that was not computed, with the line of the user's program."""
+    def read(self, t: Tensor) -> float | None:
+        """Counts a read of a value that was not computed, with the line of the user's program, and
+        returns the value that was given for it, if one was."""
         name = self.unknown.get(t.data_ptr()) if self.unknown else None
-        if name is not None:
-            self.reads[f"{_line()} ({name})"] += 1
+        if name is None:
+            return None
+        self.reads[f"{line()} ({name})"] += 1
+        return self.answer if t.is_floating_point() and t.numel() == 1 else None
 
     def follow(self, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Remembers that results of what is not computed are not right either."""
@@ -120,17 +124,6 @@ class Device:
                 unknown[t.data_ptr()] = names[0]
             else:
                 unknown.pop(t.data_ptr(), None)
-
-
-def _line() -> str:
-    """Returns the file and line of the user's program that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(package in name for package in _PACKAGES):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
 
 
 # ---- What a captured graph computes at each replay ----------------------------------------------
@@ -262,7 +255,8 @@ def _run(device: Device, o: Operation, keyset, args, kwargs, tensors: list[Tenso
 
 def _note(device: Device, o: Operation, tensors: list, written: list) -> None:
     if device.unknown:
-        device.follow(tensors, written)
+        read = [t for t in tensors if all(t is not w for w in written)] if o.fills else tensors
+        device.follow(read, written)
     if device.ordered:
         device.touch(tensors, written, o.bytes)
 
@@ -286,7 +280,7 @@ def _deliver_from(o: Operation, slot: list, to: list, result) -> None:
 def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, stream: int):
     """Runs only the CUDA code of an operation on large tensors: its small results are zero."""
     if o.sizes_from_values or o.reads:
-        device.reads[f"{_line()} ({o.name})"] += 1
+        device.reads[f"{line()} ({o.name})"] += 1
         # A tensor that was not computed counts as zeros (as probabilities: as ones), since the
         # operation's CUDA code would read anything.
         stand_in = functools.partial(
@@ -373,7 +367,9 @@ def _copy_kernel(device: Device, o: Operation):
         if device.unknown:
             device.follow([source], [to] if to.is_cuda else [])
             if not to.is_cuda and not to.is_pinned():
-                device.read(source)
+                value = device.read(source)
+                if value is not None:
+                    return to.fill_(value)
         # What it is made of are copies of bytes, which the runtime does, and operations.
         return _host_code(o, keyset, (to, source, non_blocking), {}, _local.nested)
 
@@ -392,8 +388,8 @@ def _copy_kernel(device: Device, o: Operation):
 
 def _read_kernel(device: Device, o: Operation):
     def kernel(keyset, t):
-        device.read(t)
-        return o.cuda.call_boxed(keyset, t)
+        value = device.read(t)
+        return o.cuda.call_boxed(keyset, t) if value is None else value
 
     return kernel
 
@@ -408,6 +404,18 @@ def _poisoning(device: Device, cuda):
                 device.poison(t.get_device(), *extent(t))
                 if _local.made is not None:
                     _local.made.append((t.get_device(), *extent(t)))
+        return t
+
+    return kernel
+
+
+def _forgetting(device: Device, cuda):
+    """Returns a kernel of ``empty`` whose memory may be that of a tensor that was not computed."""
+
+    def kernel(keyset, *args, **kwargs):
+        t = cuda.call_boxed(keyset, *args, **kwargs)
+        if device.unknown:
+            device.unknown.pop(t.data_ptr(), None)
         return t
 
     return kernel
@@ -464,11 +472,32 @@ def install(runtime: ctypes.CDLL, limit: int | None = None) -> Device:
             kernel = _kernel(device, o)
         library.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
     library.impl("_coalesce", _coalesce, "SparseCUDA", allow_override=True)
-    if limit is None:
-        for short, cuda in EMPTIES.items():
+    for short, cuda in EMPTIES.items():
+        if limit is None:
             make = _poisoning_resize if short == "resize_" else _poisoning
-            library.impl(short, make(device, cuda), "CUDA", with_keyset=True, allow_override=True)
+        elif short == "resize_":
+            continue
+        else:
+            make = _forgetting
+        library.impl(short, make(device, cuda), "CUDA", with_keyset=True, allow_override=True)
     return device
+
+
+def compute(device: Device, namespace: str) -> None:
+    """Computes what the operations of a library make of small tensors, as those of aten.
+
+    Of those that take tables of addresses, which may be of large tensors, and of those that return
+    sizes of workspaces, the CUDA code alone runs.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    _libraries.append(library)
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        if name.startswith(namespace + "::") and "_table" not in name:
+            o = Operation(name)
+            if all("Tensor" in str(returned.type) for returned in o.op._schema.returns):
+                short = name.partition("::")[2]
+                kernel = _kernel(device, o)
+                library.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
 
 
 def note(device: Device, namespace: str) -> None:

@@ -1,7 +1,7 @@
 """Starts the command ``headroom``.
 
 It is installed as ``headroom_command``, a package of its own, because ``headroom doctor`` must also
-work where ``import headroom`` does not, to say why.
+work where ``import headroom`` does not, to say why, and ``headroom rehearse`` begins before torch.
 """
 
 import importlib.util
@@ -22,6 +22,10 @@ def main() -> int:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module.main(sys.argv[2:])
+    if sys.argv[1:2] == ["rehearse"]:
+        from headroom_rehearsal.command import main as rehearse
+
+        return rehearse(sys.argv[2:])
     from headroom.cli import main as run
 
     return run()

@@ -1,10 +1,19 @@
 """Tests on the GPU that is made of software, and what it cannot show."""
 
+import platform
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 IS_HERE = "headroom_rehearsal.pytest_plugin" in sys.modules
+# A rehearsal, in a process of its own.
+CAN_REHEARSE = (
+    torch.version.cuda is not None
+    and platform.machine() == "x86_64"
+    and not Path("/dev/nvidiactl").exists()
+)
 
 
 def cannot_run(reason):

@@ -4,8 +4,8 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom._core.contexts import context
 from headroom.planning import products
-from headroom.planning.device import context
 from headroom.planning.products import Products, cublas_workspace, keeps_workspaces
 from torch import nn
 

@@ -1,0 +1,209 @@
+"""Runs a training program for a GPU that this machine does not have: on a device made of software,
+whose large tensors are address space, with torch's own allocator. Says whether it fits, the line
+that does not, and what the host takes for a step. Arguments, exit code and errors are the
+program's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import device, gpus, start
+
+__all__ = ["HAS_JSON", "HELP", "add_arguments", "main"]
+
+HELP = "run a program for a GPU that this machine does not have"
+HAS_JSON = False
+COMPUTED = 1 << 20  # bytes up to which tensors have values
+STEPS = 3
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.usage = "headroom rehearse [options] PROGRAM ARGS...  or  [options] -m MODULE ARGS..."
+    command.add_argument("--gpu", metavar="NAME", help='of --gpus, such as "RTX 4090"')
+    command.add_argument(
+        "--memory", type=_size, metavar="SIZE", help='of the device, such as "12 GiB"'
+    )
+    command.add_argument(
+        "--capability", type=_capability, metavar="X.Y", help="compute capability, such as 8.6"
+    )
+    command.add_argument("--gpus", action="store_true", help="list the GPUs that are known")
+    command.add_argument(
+        "--steps", type=_count, default=STEPS, metavar="N", help="end after N steps; default: 3"
+    )
+    command.add_argument(
+        "--loss", type=float, metavar="X", help="what a loss that is read is, which is 0 without"
+    )
+    command.add_argument(
+        "--fail-above", type=_size, metavar="SIZE", help="exit with 1 if tensors take more"
+    )
+    command.add_argument(
+        "--snapshot", type=Path, metavar="FILE", help="write what was allocated, for memory_viz"
+    )
+    command.add_argument(
+        "--report", type=Path, metavar="FILE", help="write the report there, as JSON"
+    )
+    command.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
+    command.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM ARGS...",
+        help="a script or a command of this environment, and its arguments",
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Rehearses a program, and returns its exit code, or 1 where it takes more than --fail-above.
+
+    Raises:
+        SystemExit: with 2 where the arguments are wrong; what the program ends with.
+    """
+    parser = argparse.ArgumentParser(prog="headroom rehearse", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(words)
+    try:
+        if options.gpus:
+            print(_table())
+            return 0
+        wanted = _device(options)
+        _refuse_gpus()
+        program = _begin(options, wanted)
+    except ValueError as error:  # of arguments
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except RuntimeError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    from .report import rehearse
+
+    return rehearse(program, options, wanted)
+
+
+def _device(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns which device is wanted: ``name``, ``gpu`` of the table, ``memory``, ``capability``
+    and ``context``.
+
+    Raises:
+        ValueError: arguments are missing or wrong.
+    """
+    if not options.program[options.program[:1] == ["--"] :]:
+        raise ValueError("PROGRAM is missing: a script, a command, or -m and a module")
+    known = gpus()
+    names = {name.lower(): name for name in known}
+    name = None
+    if options.gpu is not None:
+        name = names.get(options.gpu.lower().removeprefix("nvidia ").removeprefix("geforce "))
+        if name is None:
+            raise ValueError(
+                f"--gpu is {options.gpu!r}, wanted one of {', '.join(known)}; or give --memory and "
+                "--capability"
+            )
+        memory, capability = known[name]
+    elif options.memory is None or options.capability is None:
+        raise ValueError('give --gpu, such as "RTX 4090", or --memory and --capability')
+    else:
+        memory = capability = 0
+    memory, capability = options.memory or memory, options.capability or capability
+    # What is not told of the device is that of a GPU of its kind.
+    older = [one for one, (_, number) in known.items() if number <= capability]
+    context, _ = _headroom("_core/contexts.py").context(divmod(capability, 10))
+    if memory <= context:
+        raise ValueError(f"--memory is {memory} bytes, and the CUDA context alone takes {context}")
+    return {
+        "name": name or "a GPU",
+        "gpu": name or (older or list(known))[-1],
+        "memory": memory,
+        "capability": capability,
+        "context": context,
+    }
+
+
+def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
+    """Starts the device, and returns what starts the program."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of other devices
+    numbers = {name: wanted[name] for name in ("memory", "capability", "context")}
+    runtime = start(wanted["gpu"], computed=COMPUTED, **numbers)
+    import torch
+
+    from .installed import redirect
+    from .values import compute
+
+    if torch.version.cuda is None:
+        raise RuntimeError("a rehearsal needs a torch that is built for CUDA; this one is not")
+    (library,) = _headroom_folder().glob("lib/libheadroom.so.*")
+    redirect(library, runtime)
+    import headroom  # noqa: F401  (registers its ops)
+    from headroom.cli.programs import LAUNCHERS, starting
+
+    compute(device(), "headroom")
+    words = options.program[options.program[:1] == ["--"] :]
+    if os.path.basename(words[0]) in LAUNCHERS:
+        raise ValueError(
+            f"{words[0]} starts its program in other processes, which would not be rehearsed; give "
+            "the program itself"
+        )
+    return starting(words, options.is_module)
+
+
+def _refuse_gpus() -> None:
+    if Path("/dev/nvidiactl").exists():
+        raise RuntimeError(
+            "this machine has a GPU, from which a rehearsal could not keep all libraries of a "
+            "program; rehearse where there is none, such as in a container without it"
+        )
+
+
+def _table() -> str:
+    """Returns the GPUs that are known, a line each."""
+    sizes = _headroom("_core/sizes.py")
+    return "\n".join(
+        f"{name:<12}{sizes.format_bytes(memory):>10}  compute capability {number / 10:.1f}"
+        for name, (memory, number) in gpus().items()
+    )
+
+
+# ---- Arguments ----------------------------------------------------------------------------------
+
+
+def _headroom_folder() -> Path:
+    """Returns where the package headroom is, which is not imported before the device is there."""
+    found = importlib.util.find_spec("headroom")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("there is no package headroom beside headroom_rehearsal")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _headroom(file: str) -> ModuleType:
+    """Returns a module of Headroom that imports nothing, without the package."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, _headroom_folder() / file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _size(text: str) -> int:
+    try:
+        return _headroom("_core/sizes.py").parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"the {error}") from None
+
+
+def _capability(text: str) -> int:
+    """Returns 86 of "8.6"."""
+    try:
+        number = round(float(text) * 10)
+    except ValueError:
+        number = 0
+    if not 50 <= number < 200:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 8.6")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from 1 on")
+    return int(text)

@@ -1,0 +1,229 @@
+"""Runs a program on the software device, and says what it took. Import it after the device was
+started."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from headroom._core.sizes import format_bytes
+from headroom.cli.programs import exit_code
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import device
+from .lines import line
+
+__all__ = ["rehearse"]
+
+_LINES = 8  # of reads that are shown
+_EVENTS = 1_000_000  # of a snapshot
+_NO_LINE = "no line, such as gradients of a backward pass"
+
+
+class _Ended(SystemExit):
+    """Ends the program after its last step."""
+
+
+def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dict[str, Any]) -> int:
+    """Runs a program until its last step, prints the report, and returns the exit code.
+
+    Raises:
+        BaseException: what the program ended with, such as SystemExit.
+    """
+    seen = _Seen(options.steps)
+    device().answer = options.loss
+    if options.snapshot is not None:
+        torch.cuda._lazy_call(_record)
+    process = os.getpid()
+    error: BaseException | None = None
+    try:
+        start()
+    except BaseException as raised:
+        error = raised
+    if os.getpid() != process:  # a child of the program's own
+        return exit_code(error)
+    try:
+        code = 0 if isinstance(error, _Ended) else exit_code(error)
+        ended, left = code, None
+    except SystemExit as raised:
+        ended, left = _code_of(raised), raised
+    except BaseException as raised:
+        ended, left = 1, raised
+    found = seen.report(wanted) | {"exit_code": ended}
+    if options.snapshot is not None and torch.cuda.is_initialized():
+        torch.cuda.memory._dump_snapshot(str(options.snapshot))
+        found["snapshot"] = str(options.snapshot)
+        found["at_peak"] = _at_peak(found["snapshot"])
+    name = f"exit code {ended}" if isinstance(error, SystemExit) else type(error).__name__
+    found["error"] = None if error is None or ended == 0 else name
+    if found["fits"] and found["error"] is not None:
+        found["fits"] = None
+    above = options.fail_above is not None and found["peak_allocated"] > options.fail_above
+    print(_text(found), file=sys.stderr)
+    if above:
+        limit, peak = format_bytes(options.fail_above), format_bytes(found["peak_allocated"])
+        print(f"headroom rehearse: tensors took {peak}, more than {limit}", file=sys.stderr)
+    if options.report is not None:
+        options.report.write_text(json.dumps(found, indent=2))
+    if left is not None and not (above and ended == 0):
+        raise left
+    return 1 if above else ended
+
+
+def _record() -> None:
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=_EVENTS)
+
+
+def _code_of(error: SystemExit) -> int:
+    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+
+
+class _Seen:
+    """Counts steps, requests that were refused, and peaks, while a program runs."""
+
+    def __init__(self, steps: int) -> None:
+        self._last = steps
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._times: list[float] = []
+        self._held: dict[int, dict[str, int]] = {}  # of each optimizer, after its last step
+        self._peak = 0
+        self._refused: list[dict[str, Any]] = []
+        self._begin = time.monotonic()
+        register_optimizer_step_post_hook(self._stepped)
+        torch.cuda._lazy_call(self._attach)
+
+    def _attach(self) -> None:
+        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        reset = torch._C._cuda_resetPeakMemoryStats
+
+        def kept(index: int) -> None:  # what a program forgets
+            self._peak = self._allocated()
+            reset(index)
+
+        torch._C._cuda_resetPeakMemoryStats = kept
+
+    def _allocated(self) -> int:
+        return max(self._peak, torch.cuda.max_memory_allocated(0))
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        done = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if done > len(self._times):
+            self._times.append(time.monotonic())
+        self._held[id(optimizer)] = _held(optimizer)
+        # One of several optimizers may be ahead.
+        if done >= self._last and min(self._counts.values()) >= self._last:
+            raise _Ended(0)
+
+    def _out_of_memory(self, index: int, asked: int, total: int, free: int) -> None:
+        self._refused.append(
+            {
+                "line": line(),
+                "asked": asked,
+                "allocated": torch.cuda.memory_allocated(index),
+                "reserved": torch.cuda.memory_reserved(index),
+            }
+        )
+
+    def report(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the program took, as what JSON knows."""
+        used = torch.cuda.is_initialized()
+        runtime, between = device(), [b - a for a, b in zip(self._times, self._times[1:])]
+        return {
+            "format": "headroom.rehearsal/1",
+            "program": sys.argv,
+            "device": wanted,
+            "torch": torch.__version__,
+            "fits": not self._refused if used else None,
+            "peak_allocated": self._allocated() if used else 0,
+            "peak_reserved": runtime.peak_bytes(0),
+            "after_step": {
+                kind: sum(held[kind] for held in self._held.values())
+                for kind in ("parameters", "gradients", "optimizer_state")
+            },
+            "steps": len(self._times),
+            "step_seconds": statistics.median(between) if between else None,
+            "refused": self._refused,
+            "unknown_reads": dict(runtime.reads.most_common()),
+            "seconds": time.monotonic() - self._begin,
+            "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "snapshot": None,
+            "at_peak": {},
+        }
+
+
+def _held(optimizer: Any) -> dict[str, int]:
+    """Returns the bytes on the device of an optimizer's parameters, their gradients, and states."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        t for state in optimizer.state.values() if isinstance(state, dict) for t in state.values()
+    ]
+    kinds = {"parameters": params, "gradients": [p.grad for p in params], "optimizer_state": states}
+    return {
+        kind: sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda)
+        for kind, tensors in kinds.items()
+    }
+
+
+def _at_peak(snapshot: str) -> dict[str, int]:
+    """Returns the bytes that were live at the peak, by the line that allocated them."""
+    from headroom.memory import load_snapshot
+
+    sizes: collections.Counter[str] = collections.Counter()
+    for allocation in load_snapshot(snapshot).at_peak():
+        sizes[allocation.stack[0] if allocation.stack else _NO_LINE] += allocation.bytes
+    return dict(sizes.most_common(_LINES))
+
+
+def _text(found: dict[str, Any]) -> str:
+    """Returns the report as lines for people."""
+    of = found["device"]
+    capability = f"compute capability {of['capability'] / 10:.1f}"
+    verdict = {True: "it fits", False: "it does not fit", None: "unknown whether it fits"}
+    lines = [
+        "",
+        f"headroom rehearse: on {of['name']} of {format_bytes(of['memory'])} ({capability}) "
+        f"{verdict[found['fits']]}",
+    ]
+    taken = found["peak_reserved"] + of["context"]
+    rows = [
+        ("tensors, at most", found["peak_allocated"], ""),
+        ("reserved by torch, at most", found["peak_reserved"], ""),
+        ("CUDA context", of["context"], "estimate"),
+        ("left of the device", of["memory"] - taken, ""),
+        ("the host's memory, at most", found["host_peak"], "of this process"),
+    ]
+    lines += [f"  {name:<28}{format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+    each = found["step_seconds"]
+    each = "" if each is None else f", {each:.2f} s each on this machine's processor"
+    lines.append(f"  {found['steps']} steps of optimizers{each}")
+    if any(found["after_step"].values()):
+        kinds = (f"{k.replace('_', ' ')} {format_bytes(n)}" for k, n in found["after_step"].items())
+        lines.append(f"  after the last: {', '.join(kinds)}")
+    if found["fits"] is None:
+        why = found["error"]
+        lines.append("  the device was not used" if why is None else f"  the program failed: {why}")
+    if refused := found["refused"]:
+        lines.append(
+            f"  memory ran out {len(refused)} times" if refused[1:] else "  memory ran out"
+        )
+        for one in refused[:_LINES]:
+            asked, live = format_bytes(one["asked"]), format_bytes(one["allocated"])
+            lines.append(f"    {asked} asked for beside {live} of tensors, at {one['line']}")
+    if reads := found["unknown_reads"]:
+        count = sum(reads.values())
+        lines.append(f"  {count} reads of values that were not computed, but made of zeros")
+        lines += [f"    {number} x {place}" for place, number in list(reads.items())[:_LINES]]
+    if found["snapshot"] is not None:
+        lines.append(f"  wrote {found['snapshot']}; live at the peak, by lines:")
+        lines += [f"    {format_bytes(size):>10}  {at}" for at, size in found["at_peak"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,293 @@
+"""``headroom rehearse``: programs for a GPU that is not there. One process starts the device, and a
+child of it runs each program, since torch and the device take seconds to load."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from helpers.software_device import CAN_REHEARSE
+
+pytestmark = pytest.mark.skipif(not CAN_REHEARSE, reason="needs a torch for CUDA and no GPU")
+MiB = 1 << 20
+MEMORY = 1 << 30
+LOOP = """
+import sys, torch
+
+width, batch = int(sys.argv[1]), int(sys.argv[2])
+model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4))).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(5):
+    loss = model(torch.randn(batch, width, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step, loss.item())
+print("after the loop")
+"""
+PLANNED = """
+import headroom, torch
+from torch import nn
+
+model = nn.Sequential(nn.Embedding(512, 512), *(nn.Linear(512, 512) for _ in range(4))).cuda()
+loss = torch.nn.functional.cross_entropy
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+ids = torch.randint(512, (2048,), device="cuda")
+found = headroom.plan(model, optimizer, (ids, ids), loss=loss)
+torch.cuda.reset_peak_memory_stats()
+for step in range(3):
+    loss(model(ids), ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("planned", found.allocated_bytes)
+"""
+CAUGHT = """
+import torch
+
+def double(size):
+    kept = []
+    try:
+        while True:
+            kept.append(torch.empty(size, device="cuda"))
+            size *= 2
+    except torch.OutOfMemoryError:
+        return len(kept)
+
+assert double(1 << 20) > 3
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+print("went on with", torch.ones(2, device="cuda").sum().item())
+"""
+VALUES = """
+import headroom, torch
+
+large = torch.ones(1 << 20, device="cuda")
+print("sum", large.sum().item())
+zero = torch.zeros((), device="cuda")
+print("mean", large.mean().cpu().item(), zero.item(), bool((large > 0).all()))
+print("found", large.nonzero().shape[0], torch.ones(3, device="cuda").nonzero().shape[0])
+x, w = (torch.randn(8, 16, device="cuda", requires_grad=True) for _ in range(2))
+loss = headroom.linear_cross_entropy(x, w, torch.arange(8, device="cuda"))
+loss.backward()
+wanted = torch.nn.functional.cross_entropy(x @ w.T, torch.arange(8, device="cuda"))
+print("fused", abs(loss.item() - wanted.item()) < 1e-5, x.grad.abs().sum().item() > 0)
+weight = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+weight.grad = torch.ones_like(weight)
+headroom.optim.AdamW8bit([weight]).step()
+"""
+THREADS = """
+import os, sys, threading, torch
+
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+def train():
+    weight = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    weight.square().sum().backward()
+    torch.optim.SGD([weight]).step()
+
+threads = [threading.Thread(target=train) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+sys.exit(7)
+"""
+BACKWARD = """
+import torch
+
+class Grow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.new_empty(1 << 30).sum() + dy
+
+x = torch.ones(8, device="cuda", requires_grad=True)
+Grow.apply(x).sum().backward()
+"""
+TRAINER = """
+import sys, torch, transformers
+
+config = transformers.GPT2Config(
+    vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (16, 16))]
+args = transformers.TrainingArguments(
+    sys.argv[1], max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True
+)
+trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), args, train_dataset=rows)
+print("loss", trainer.train().training_loss > 3, args.device)
+"""
+# Program, its arguments, and the options of its rehearsal.
+PROGRAMS = {
+    "fits": (LOOP, [512, 64], []),
+    "again": (LOOP, [512, 64], []),
+    "one step": (LOOP, [512, 64], ["--steps", "1", "--loss", "2.5", "--fail-above", "8 MiB"]),
+    "too large": (LOOP, [4096, 64], ["--snapshot", "too large.pickle"]),
+    "planned": (PLANNED, [], []),
+    "caught": (CAUGHT, [], []),
+    "values": (VALUES, [], []),
+    "answered": (VALUES, [], ["--loss", "3"]),
+    "threads": (THREADS, [], []),
+    "backward": (BACKWARD, [], []),
+    "trainer": (TRAINER, ["made"], []),
+}
+DRIVER = """
+import argparse, json, os, sys
+from headroom_rehearsal import command
+
+parser = argparse.ArgumentParser()
+command.add_arguments(parser)
+every = {name: parser.parse_args(words) for name, words in json.load(sys.stdin).items()}
+first = next(iter(every.values()))
+wanted = command._device(first)
+command._begin(first, wanted)
+import torch._dynamo  # which every optimizer imports when it is first used
+from headroom.cli.programs import starting
+from headroom_rehearsal.report import rehearse
+
+for name, options in every.items():
+    child = os.fork()
+    if child == 0:
+        out = os.open(f"{name}.txt", os.O_CREAT | os.O_WRONLY)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.exit(rehearse(starting(options.program, options.is_module), options, wanted))
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep="\\t", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """Returns of each program its exit code, its report and what it printed."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    words = {}
+    for name, (text, arguments, options) in PROGRAMS.items():
+        if "transformers" in text and find_spec("transformers") is None:
+            continue
+        (folder / f"{name}.py").write_text(text)
+        words[name] = ["--memory=1 GiB", "--capability=8.9", f"--report={name}.json", *options]
+        words[name] += [f"{name}.py", *map(str, arguments)]
+    command = [sys.executable, "-c", DRIVER]
+    ended = subprocess.run(
+        command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=500
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = {}
+    for line in ended.stdout.splitlines():
+        name, code = line.split("\t")
+        report, output = folder / f"{name}.json", (folder / f"{name}.txt").read_text()
+        found[name] = int(code), json.loads(report.read_text()) if report.exists() else {}, output
+    return found
+
+
+def line_of(text, part):
+    """Returns the number of the first line of a program with ``part`` in it."""
+    return 1 + next(i for i, line in enumerate(text.splitlines()) if part in line)
+
+
+def test_a_program_that_fits(rehearsed):
+    code, report, output = rehearsed["fits"]
+    assert code == 0 and report["fits"] is True and report["steps"] == 3
+    assert "step 1" in output and "step 2" not in output and "after the loop" not in output
+    # Weights, gradients and two moments; cuBLAS takes 8 MiB, activations less than one.
+    state = 4 * 4 * 4 * (512 * 512 + 512)
+    assert state < report["peak_allocated"] < state + 10 * MiB
+    assert report["peak_allocated"] < report["peak_reserved"] < MEMORY
+    assert report["step_seconds"] > 0 and "it fits" in output
+
+
+def test_two_rehearsals_take_the_same_bytes(rehearsed):
+    first, second = (rehearsed[name][1] for name in ("fits", "again"))
+    for key in ("peak_allocated", "peak_reserved", "steps", "refused"):
+        assert first[key] == second[key]
+
+
+def test_steps_an_answer_and_a_limit(rehearsed):
+    code, report, output = rehearsed["one step"]
+    assert code == 1 and report["exit_code"] == 0 and report["steps"] == 1
+    assert "more than 8.00 MiB" in output and "step 0" not in output
+
+
+def test_a_program_that_does_not_fit(rehearsed):
+    code, report, output = rehearsed["too large"]
+    assert code == 1 and report["fits"] is False and report["error"] == "OutOfMemoryError"
+    (refused,) = report["refused"]
+    assert refused["line"].endswith(f"too large.py:{line_of(LOOP, 'optimizer.step()')}")
+    assert refused["asked"] == 4096 * 4096 * 4
+    assert "Traceback" in output and "it does not fit" in output
+    assert "programs.py" not in output and "rehearsal/report.py" not in output
+    assert report["snapshot"] == "too large.pickle"
+
+
+def test_the_plan_of_the_same_steps(rehearsed):
+    code, report, output = rehearsed["planned"]
+    planned = int(output.split("planned ")[1].split()[0]) if "planned" in output else None
+    assert code == 0 and planned == pytest.approx(report["peak_allocated"], rel=1e-3)
+
+
+def test_a_program_that_catches_it_and_goes_on(rehearsed):
+    code, report, output = rehearsed["caught"]
+    assert code == 0 and "went on with 2.0" in output and report["fits"] is False
+    assert report["refused"][0]["line"].endswith(f"caught.py:{line_of(CAUGHT, 'kept.append')}")
+    assert report["peak_allocated"] > 252 * MiB  # which the program has forgotten
+
+
+def test_values_of_small_tensors_and_reads_of_others(rehearsed):
+    code, report, output = rehearsed["values"]
+    assert code == 0, output
+    assert "sum 0.0" in output and "mean 0.0 0.0 False" in output and "found 0 3" in output
+    assert "fused True True" in output
+    lines = [place.split(" ")[0].rpartition(":")[2] for place in report["unknown_reads"]]
+    wanted = [line_of(VALUES, part) for part in ('"sum"', '"mean"', '"mean"', '"found"')]
+    assert sorted(map(int, lines)) == wanted
+
+
+def test_answers_to_reads(rehearsed):
+    _, _, output = rehearsed["answered"]
+    assert "sum 3.0" in output and "mean 3.0 0.0 False" in output and "fused True True" in output
+
+
+def test_forks_threads_and_exit_codes(rehearsed):
+    code, report, output = rehearsed["threads"]
+    assert code == 7 and report["exit_code"] == 7 and report["steps"] == 1
+    assert output.count("headroom rehearse: on") == 1
+
+
+def test_memory_that_runs_out_in_a_backward_pass_has_the_line_that_began_it(rehearsed):
+    code, report, _ = rehearsed["backward"]
+    assert code == 1
+    place = report["refused"][0]["line"]
+    assert place.endswith(f"backward.py:{line_of(BACKWARD, 'new_empty')}")
+
+
+def test_trainer(rehearsed):
+    pytest.importorskip("transformers")
+    code, report, output = rehearsed["trainer"]
+    assert code == 0 and report["steps"] == 2 and "loss True cuda:0" in output, output
+
+
+def test_from_python_and_by_the_command(tmp_path):
+    from headroom_rehearsal import run
+
+    program = tmp_path / "one.py"
+    program.write_text("import sys, torch; torch.ones(1 << 20, device='cuda'); sys.exit(3)")
+    report = run([str(program)], gpu="RTX 4090", steps=2)
+    assert report["exit_code"] == 3 and report["peak_allocated"] == 4 * MiB
+    assert report["device"]["capability"] == 89 and report["fits"] is None
+    with pytest.raises(RuntimeError, match="--gpu is 'RTX 1', wanted one of T4, "):
+        run([str(program)], gpu="RTX 1")
+    command = [sys.executable, "-m", "headroom", "rehearse"]
+    for words, code, said in (
+        (["--gpus"], 0, "RTX 4090"),
+        (["--gpu", "T4"], 2, "PROGRAM is missing"),
+        (["train.py"], 2, "give --gpu"),
+    ):
+        ended = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
+        assert ended.returncode == code and said in ended.stdout + ended.stderr
+    assert os.listdir(tmp_path) == ["one.py"]
