@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
 from ._core import binaries
-from ._core.lazy import advisers, lazy, lent
+from ._core.lazy import advisers, lazy, reexported
 
 if TYPE_CHECKING:
     from . import (
@@ -95,18 +95,18 @@ else:
         patching planning profiling quantizing release reports retrying state""".split(),
     )
     # Names that belong to a package for its users, and are in one that needs it.
-    lent["headroom.optim"] = {
+    reexported["headroom.optim"] = {
         "ReleaseHandle": "headroom.release",
         "check_same_state": "headroom.state",
         "convert_state": "headroom.state",
         "load_sharded": "headroom.state",
         "release_gradients": "headroom.release",
     }
-    lent["headroom.state"] = {
+    reexported["headroom.state"] = {
         "load_adapter": "headroom.adapters",
         "save_adapter": "headroom.adapters",
     }
-    advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
+    advisers.append(lambda *seen: import_module(".planning.oom_advice", __name__).oom_advice(*seen))
 
 __all__ = [
     "GradAccumulator",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-lent: dict[str, dict[str, str]] = {}
+reexported: dict[str, dict[str, str]] = {}
 """For a package, names that it offers too, and their modules, which are above it. The root of the
 package fills it."""
 
@@ -33,7 +33,7 @@ def lazy(
     def get(name: str) -> Any:
         if name in modules:
             value = import_module(f".{name}", package)
-        elif module := places.get(name) or lent.get(package, {}).get(name):
+        elif module := places.get(name) or reexported.get(package, {}).get(name):
             value = getattr(import_module(module, package), name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -121,7 +121,7 @@ class Kept:
         return self._held
 
 
-class _Token:
+class _SavedHandle:
     """Stands in autograd in the place of a tensor that is dropped."""
 
     def __init__(self, region: _Region, index: int, x: Tensor) -> None:
@@ -162,18 +162,18 @@ class _Region:
         self,
         function: Callable[..., Any],
         inputs: tuple[Tensor | None, ...],
-        pack: Callable[[Tensor], Kept | _Token],
+        pack: Callable[[Tensor], Kept | _SavedHandle],
         settings: Settings,
         parameters: Parameters | None,
     ) -> None:
         self._function, self._pack = again(function), pack
         self._given = [(x, 0 if x is None else x._version) for x in inputs]
-        self._inputs: list[tuple[Kept | _Token, bool] | None] | None = None
+        self._inputs: list[tuple[Kept | _SavedHandle, bool] | None] | None = None
         self.settings = settings
         self._parameters = parameters
         self.random: Random | None = None
         self.count = 0  # of the tensors that it has saved
-        self._tokens: list[weakref.ref[_Token]] = []
+        self._tokens: list[weakref.ref[_SavedHandle]] = []
         # Owned by the backward pass, so that nothing stays when it ends early or raises.
         self._tensors: Callable[[], _Tensors | None] = lambda: None
 
@@ -193,8 +193,8 @@ class _Region:
             self._given = []
         return True
 
-    def token(self, index: int, x: Tensor) -> _Token:
-        token = _Token(self, index, x)
+    def token(self, index: int, x: Tensor) -> _SavedHandle:
+        token = _SavedHandle(self, index, x)
         self._tokens.append(weakref.ref(token))
         return token
 
@@ -348,7 +348,7 @@ class Dropping:
         own_memory = {_memory(x) for x in inputs if x is not None}
         count = 0
 
-        def pack(x: Tensor) -> Kept | _Token:
+        def pack(x: Tensor) -> Kept | _SavedHandle:
             nonlocal count
             index, count = count, count + 1
             if _memory(x) in own_memory or _is_parameter(x) or not region.is_ready():
@@ -366,14 +366,14 @@ class Dropping:
                     self._results[_memory(x)] = _Result(region, ~k, x)
         return results
 
-    def _pack(self, x: Tensor) -> Kept | _Token:
+    def _pack(self, x: Tensor) -> Kept | _SavedHandle:
         result = self._results.get(_memory(x))
         if result is None or not result.is_in(x) or not result.region.is_ready():
             return Kept(x, self._outer)
         return result.region.token(result.index, x)
 
 
-def _unpack(packed: Kept | _Token) -> Tensor:
+def _unpack(packed: Kept | _SavedHandle) -> Tensor:
     return packed.tensor()
 
 

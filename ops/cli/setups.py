@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._core.text import value_of
 from ..planning import sources
-from ..step.trees import mapped
+from ..step.pytree import map_tensors
 from ..techniques import TECHNIQUES
 from .arguments import ArgumentError, count
 
@@ -142,7 +142,7 @@ def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[st
         model = model if isinstance(model, torch.nn.Module) else model()
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"MODEL is {source!r}, which returned a {type(model).__name__}")
-        batch = mapped(batch, lambda x: _filled(x, device))
+        batch = map_tensors(batch, lambda x: _filled(x, device))
     chosen = {name: keywords[name] for name in ("loss", "device", "amp", "max_grad_norm")}
     scaler = torch.amp.GradScaler(device.type) if options.scaler else None
     return (model.to(device), batch), chosen | {"optimizer": optimizer, "scaler": scaler}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..planning import Plan
 from ..planning.masks import hidden_by
-from ..step.trees import mapped, tensors_in
+from ..step.pytree import map_tensors, tensors_in
 
 __all__ = ["Form", "Steps", "next_planned"]
 
@@ -54,7 +54,7 @@ class Form:
         if sizes not in self.batches:
             # A copy: a batch of a worker holds files of shared memory open.
             copies: dict[int, Tensor] = {}
-            self.batches[sizes] = mapped(batch, lambda x: copies.setdefault(id(x), x.clone()))
+            self.batches[sizes] = map_tensors(batch, lambda x: copies.setdefault(id(x), x.clone()))
         return sizes
 
     def named(self, sizes: Sizes) -> dict[str, int]:

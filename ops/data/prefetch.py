@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..host.engine import Engine, Ticket
 from ..host.engines import engine_of
-from ..step.trees import mapped
+from ..step.pytree import map_tensors
 
 __all__ = ["DevicePrefetcher"]
 
@@ -193,7 +193,7 @@ class _Ahead:
             has_to = hasattr(leaf, "to") and not isinstance(leaf, (type, nn.Module))
             return leaf.to(device) if has_to else leaf
 
-        return mapped(batch, moved, other)
+        return map_tensors(batch, moved, other)
 
 
 def _has_plain_bytes(x: Tensor) -> bool:

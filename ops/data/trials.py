@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .settings import Settings, is_iterable, with_settings
 
 __all__ = ["LoaderTrial", "Trials"]

@@ -16,7 +16,7 @@ from ..memory.track import device_of
 from ..step.checks import check_described
 from ..step.description import Step
 from ..step.optimizers import optimizer_of
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from ..techniques.technique import allowable, searched
 
 MARGINS = {"cpu": 0.002, "cuda": 0.02}

@@ -16,7 +16,7 @@ from .._core.sizes import format_bytes
 from .._core.text import shortened
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .arguments import allowed_of, checked, host_room
 from .choice import SAME, Choice, FrontierPoint
 from .frontier_chart import Series, draw_frontier, telling

@@ -84,8 +84,8 @@ class _Storage:
         self._engine = slabs.engine_of(x.device)
         # While the first is held, no other memory gets its number.
         self._memory, self._version = StorageWeakRef(storage), x._version
-        self._tokens: weakref.WeakSet[_Token] = weakref.WeakSet()
-        self._wanted: weakref.WeakSet[_Token] = weakref.WeakSet()
+        self._tokens: weakref.WeakSet[_SavedHandle] = weakref.WeakSet()
+        self._wanted: weakref.WeakSet[_SavedHandle] = weakref.WeakSet()
         self._base: Tensor | None = None  # while a backward pass has it back
         self._up: Any = None  # the ticket of the copy that fills it
         self._is_overwritten = False
@@ -134,8 +134,8 @@ class _Storage:
         """Returns whether it was copied from what ``x`` looks into, as that is now."""
         return not self._memory.expired() and self._version == x._version
 
-    def token(self, x: Tensor) -> _Token:
-        token = _Token(self, x, held=x.detach() if self._source is not None else None)
+    def token(self, x: Tensor) -> _SavedHandle:
+        token = _SavedHandle(self, x, held=x.detach() if self._source is not None else None)
         self._tokens.add(token)
         return token
 
@@ -156,7 +156,7 @@ class _Storage:
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._drop)
 
-    def base(self, token: _Token) -> Tensor:
+    def base(self, token: _SavedHandle) -> Tensor:
         """Returns its bytes on the device, which stay there until each of its tensors has been
         asked for, or the backward pass ends."""
         self._fetch()
@@ -186,7 +186,7 @@ class _Storage:
         self._base = self._up = None
 
 
-class _Token:
+class _SavedHandle:
     """Stands in autograd in the place of a tensor.
 
     Attributes:
@@ -260,7 +260,7 @@ class _Saving:
             and cast_parameter(x) is None
         )
 
-    def _pack(self, x: Tensor) -> Kept | _Token:
+    def _pack(self, x: Tensor) -> Kept | _SavedHandle:
         if self._saving.follow(x):
             self._complete()
         if not self._leaves(x):
@@ -276,7 +276,7 @@ class _Saving:
         self._storages[storage] = None
         return storage.token(x)
 
-    def _unpack(self, packed: Kept | _Token) -> Tensor:
+    def _unpack(self, packed: Kept | _SavedHandle) -> Tensor:
         before = self._before and self._before()
         if before is not None:
             for storage in reversed(list(before._storages)):  # what was saved last is wanted first

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._core.randomness import generators_in, loader_kept
 from ..step.micro_batches import bytes_of
-from ..step.trees import mapped
+from ..step.pytree import map_tensors
 
 __all__ = ["moved", "sample_batch"]
 
@@ -74,4 +74,4 @@ def _copied(sampler: Any, data: Any) -> Any:
 def moved(batch: Any, device: torch.device) -> Any:
     """Returns a batch with all tensors on ``device``."""
     # A mapping may know how, and keep more than its items.
-    return batch.to(device) if hasattr(batch, "to") else mapped(batch, lambda x: x.to(device))
+    return batch.to(device) if hasattr(batch, "to") else map_tensors(batch, lambda x: x.to(device))

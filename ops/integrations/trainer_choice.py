@@ -16,7 +16,7 @@ from ..fitting import Fitted
 from ..patching.losses import has_fused_loss
 from ..step.micro_batches import bytes_of, samples_of
 from ..step.packed import chosen, ends_of
-from ..step.trees import mapped
+from ..step.pytree import map_tensors
 from .loops import OPTIMIZER_STAYS, batches_planned, optimizer_of_choice, weights_of_choice
 from .trainer_loss import fuse_loss
 from .trainer_step import batch_of_loader, loss_can_be_fused
@@ -139,7 +139,9 @@ def smaller_rows(
         elif len(ends) - 1 == trainer.args.per_device_train_batch_size:
             size = (len(ends) - 1) // count
             rows = (chosen(batch, ends, [*range(k * size, (k + 1) * size)]) for k in range(count))
-            found[count] = mapped(max(rows, key=bytes_of), torch.clone)  # as large as it is alone
+            found[count] = map_tensors(
+                max(rows, key=bytes_of), torch.clone
+            )  # as large as it is alone
     return found
 
 

@@ -6,7 +6,7 @@ planning and reporting share: allocations and :class:`Timeline`.
 """
 
 from .._core.sizes import format_bytes, parse_bytes
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .checks import assert_no_growth, assert_peak_below
 from .events import KINDS, PHASES, Allocation, Owner, Span, Timeline
 from .saved import saved

@@ -16,7 +16,7 @@ from .._core.running_modules import watching_modules
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from ..step.loss import loss_of, output_of
-from ..step.trees import plain_tensors, tensors_in
+from ..step.pytree import plain_tensors, tensors_in
 from ..step.watch import listening
 from .track import device_of
 
@@ -103,7 +103,7 @@ def _plain(op: str) -> str:
 _start = partial(shortened, keep="beginning")
 
 
-class _Token:
+class _SavedHandle:
     """A tensor that autograd keeps, its module, and the nodes of the graph that have it."""
 
     __slots__ = ("tensor", "module", "ops")
@@ -120,7 +120,7 @@ class _Listener:
         self._model = model
         self._modules: list[str] = [""]
         self._asking: str | None = None
-        self.tokens: list[_Token] = []
+        self.tokens: list[_SavedHandle] = []
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -132,9 +132,9 @@ class _Listener:
             yield
 
     def _keep(self, tensor: Tensor) -> None:
-        self.tokens.append(_Token(tensor, self._modules[-1]))
+        self.tokens.append(_SavedHandle(tensor, self._modules[-1]))
 
-    def _asked(self, token: _Token) -> None:
+    def _asked(self, token: _SavedHandle) -> None:
         if self._asking is not None:
             token.ops.append(self._asking)
 
@@ -218,7 +218,7 @@ def saved(
 
 
 def _pieces(
-    tokens: list[_Token], existing: list[Tensor], device: torch.device
+    tokens: list[_SavedHandle], existing: list[Tensor], device: torch.device
 ) -> list[SavedTensor]:
     ignored = {
         part.untyped_storage().data_ptr()
@@ -226,7 +226,7 @@ def _pieces(
         for part in plain_tensors(tensor)
         if part.layout == torch.strided
     }
-    groups: dict[int, list[tuple[_Token, Tensor]]] = {}
+    groups: dict[int, list[tuple[_SavedHandle, Tensor]]] = {}
     for token in tokens:
         for part in plain_tensors(token.tensor):
             if part.layout == torch.strided and part.device == device:

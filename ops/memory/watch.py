@@ -17,7 +17,7 @@ from .._core.running_modules import watching_modules
 from ..host.arena import Slab, in_arena, listeners
 from ..patching.bitsandbytes import held_of
 from ..patching.streaming import streamed_blocks
-from ..step.trees import plain_tensors, tensors_in
+from ..step.pytree import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
 from .stream import Label, Note

@@ -12,7 +12,7 @@ from ..patching.streaming import streamed_blocks
 from ..step.checks import check_batch_and_loss
 from ..step.description import Step
 from ..step.optimizers import check_parameters
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .sharding import sharding_of
 from .sources import model_from
 

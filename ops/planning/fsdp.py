@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..step.trees import mapped, tensors_in
+from ..step.pytree import map_tensors, tensors_in
 from .copies import copy_attributes
 from .recorder import Recorder
 from .sharding import Sharding, Unit
@@ -158,7 +158,7 @@ class ShardedModel:
         if not torch.is_grad_enabled() or not inputs:
             return args, kwargs
         results = iter(_AfterBackward.apply(partial(self._after_backward, unit), *inputs))
-        return mapped((args, kwargs), lambda x: next(results) if x.requires_grad else x)
+        return map_tensors((args, kwargs), lambda x: next(results) if x.requires_grad else x)
 
     def _after_forward(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
         dtype = unit.unit.policy.output_dtype
@@ -292,4 +292,4 @@ class ShardedModel:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)

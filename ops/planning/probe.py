@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from ..memory.cpu import CpuRecorder
-from ..step.trees import mapped, tensors_in
+from ..step.pytree import map_tensors, tensors_in
 
 __all__ = ["asked"]
 
@@ -41,7 +41,7 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | Non
             unasked.add(func._schema.name)
             return None
         with _disable_current_modes():
-            _found[key] = _measured(func, mapped(args, _zeros), mapped(kwargs, _zeros))
+            _found[key] = _measured(func, map_tensors(args, _zeros), map_tensors(kwargs, _zeros))
     return _found[key]
 
 

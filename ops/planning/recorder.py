@@ -20,7 +20,7 @@ from .._core.running_modules import watching_modules
 from ..memory.events import KINDS, Allocation, Span, Timeline
 from ..step.errors import PlanError
 from ..step.watch import listening
-from .inside import BODIES, RESULTS, as_allocated, as_placed, inside
+from .op_workspaces import BODIES, RESULTS, as_allocated, as_placed, workspaces_of
 from .products import Products
 
 __all__ = ["Recorder"]
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         if name in BODIES:
             return self._through(name, args, kwargs)
-        extra = inside(func, args, kwargs, self.device.type)
+        extra = workspaces_of(func, args, kwargs, self.device.type)
         result = as_placed(name, args, func(*args, **kwargs))
         results, name = as_allocated(name, result), self._outer or name
         # Behind the results, as most operations allocate: what fits a gap depends on the order.

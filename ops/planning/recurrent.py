@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .inside import BODIES
+from .op_workspaces import BODIES
 from .probe import asked
 
 __all__ = ["LAYERS", "has_recurrent_layers"]

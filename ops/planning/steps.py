@@ -20,8 +20,8 @@ from ..param_states.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
 from ..step.optimizers import is_headroom, made_of
+from ..step.pytree import map_tensors
 from ..step.run import passes, update
-from ..step.trees import mapped
 
 __all__ = ["Steps"]
 
@@ -111,7 +111,7 @@ class Steps:
     def fetched(self) -> Any:
         """Returns memory for another batch of the loader, as a prefetcher takes it."""
         given = self.given
-        return mapped(given.batch if given.whole is None else given.whole, torch.empty_like)
+        return map_tensors(given.batch if given.whole is None else given.whole, torch.empty_like)
 
     def step_optimizer(self) -> None:
         if self.accumulator is not None:

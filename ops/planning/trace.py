@@ -33,15 +33,15 @@ from ..patching.streaming import streamed_blocks
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.loss import autocast
-from ..step.trees import mapped, tensors_in
+from ..step.pytree import map_tensors, tensors_in
 from .copies import Copier
 from .cuda_view import autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
-from .inside import left_out
+from .headroom_workspaces import fakes_overwritten
 from .masks import masks_of
 from .on_host import PlannedHost, PlannedHosting, PlannedPaging
-from .ours import fakes_overwritten
+from .op_workspaces import left_out
 from .probe import unasked
 from .recorder import Recorder
 from .recurrent import LAYERS, has_recurrent_layers
@@ -194,7 +194,7 @@ class _Traced(Steps):
         self.begin("other")
         self.model.eval()
         try:
-            batch = mapped(self.given.evaluated, torch.empty_like)  # it comes from the host
+            batch = map_tensors(self.given.evaluated, torch.empty_like)  # it comes from the host
             with torch.no_grad(), autocast(self.recorder.device.type, self.given.amp):
                 self.given.evaluates(self.model, batch)
         except Exception as error:

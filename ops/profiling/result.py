@@ -65,7 +65,7 @@ import torch
 from torch import nn
 
 from .._core import binaries
-from ..step.trees import plain_tensors, tensors_in
+from ..step.pytree import plain_tensors, tensors_in
 from .rates import PeakRate
 
 __all__ = ["Figures", "ModuleRow", "OpRow", "ProfileResult", "StepRow"]

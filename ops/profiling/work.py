@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._core.registration import AGAIN
 from ..step.micro_batches import bytes_of
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .arguments import Arguments, ListTypes, call_on_meta, op_of
 from .events import Call
 

@@ -19,8 +19,8 @@ from .._core.surroundings import version_of
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer as HeadroomOptimizer
 from ..patching.changes import patched_names
+from ..step.pytree import map_tensors
 from ..step.restoring import ModelBefore
-from ..step.trees import mapped
 
 KINDS = {"optimizer": Optimizer, "scaler": GradScaler, "accumulator": GradAccumulator}
 LARGE = 1 << 24  # bytes of a buffer that is not copied before every step
@@ -124,9 +124,9 @@ class BeforeTraining(ModelBefore):
             self._keep_optimizer(optimizer)
         if training.scaler is not None:
             attributes = vars(training.scaler)
-            self._backs.append(partial(attributes.update, mapped(attributes, _copied)))
+            self._backs.append(partial(attributes.update, map_tensors(attributes, _copied)))
         if training.accumulator is not None:
-            sums = mapped(training.accumulator.state_dict(), _copied)
+            sums = map_tensors(training.accumulator.state_dict(), _copied)
             self._backs.append(partial(training.accumulator.load_state_dict, sums))
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:

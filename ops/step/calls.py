@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.surroundings import Settings
-from .trees import leaves_in, mapped
+from .pytree import leaves_in, map_tensors
 
 __all__ = ["Call", "described", "results_of", "tensors_of"]
 
@@ -61,7 +61,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         except Exception:  # what cannot be copied is shared, as it is between the blocks of a model
             return leaf
 
-    return mapped(value, change, copied)
+    return map_tensors(value, change, copied)
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

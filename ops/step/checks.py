@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .._core.checks import check_number
 from .description import Step
-from .trees import tensors_in
+from .pytree import tensors_in
 
 __all__ = ["check_batch_and_loss", "check_described"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .trees import tensors_in
+from .pytree import tensors_in
 
 __all__ = ["ENDS", "LONGEST", "Layout", "labels_of", "layout_of"]
 

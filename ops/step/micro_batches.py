@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .._core.checks import check_count
 from .layout import labels_of, layout_of
 from .packed import chosen, ends_of, resized_row, spread
-from .trees import mapped, tensors_in
+from .pytree import map_tensors, tensors_in
 
 __all__ = [
     "NEXT_TOKENS",
@@ -106,7 +106,7 @@ def _parts(batch: Any, count: int) -> list[Any]:
         dim = dims.get(id(x))
         return x if dim is None else x.narrow(dim, at, min(size, samples - at))
 
-    return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
+    return [map_tensors(batch, partial(cut, at=at)) for at in range(0, samples, size)]
 
 
 def micro_batches(batch: Any, count: int, *, next_tokens: bool = False) -> list[tuple[Any, int]]:
@@ -155,14 +155,14 @@ def some_samples(batch: Any, count: int) -> Any:
 def picked(batch: Any, numbers: Sequence[int]) -> Any:
     """Returns a batch of copies of the samples with these numbers."""
     if (ends := ends_of(batch)) is not None:
-        return mapped(chosen(batch, ends, numbers), torch.clone)
+        return map_tensors(chosen(batch, ends, numbers), torch.clone)
     dims = layout_of(batch).dims
 
     def pick(x: Tensor) -> Tensor:
         dim = dims.get(id(x))
         return x if dim is None else x.index_select(dim, torch.tensor([*numbers], device=x.device))
 
-    return mapped(batch, pick)
+    return map_tensors(batch, pick)
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -186,7 +186,7 @@ def resized(batch: Any, samples: int) -> Any:
         shape[dim] = samples
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
-    return mapped(batch, resize)
+    return map_tensors(batch, resize)
 
 
 def repeated(batch: Any, times: int) -> Any:
@@ -201,7 +201,7 @@ def repeated(batch: Any, times: int) -> Any:
         dim = dims.get(id(x))
         return x if dim is None else torch.cat([x] * times, dim)
 
-    return mapped(batch, repeat)
+    return map_tensors(batch, repeat)
 
 
 def can_cut(batch: Any, count: int) -> bool:

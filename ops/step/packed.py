@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..patching.attention import is_full, sequences_of
 from .layout import ENDS, LONGEST, layout_of
-from .trees import mapped
+from .pytree import map_tensors
 
 __all__ = ["chosen", "ends_of", "resized_row", "spread"]
 
@@ -111,7 +111,7 @@ def chosen(batch: Any, ends: Sequence[int], numbers: Sequence[int]) -> Any:
             x = cut[0] if len(cut) == 1 else torch.cat(cut, dim=dim)
         return x
 
-    made = mapped(batch, change)
+    made = map_tensors(batch, change)
     named: Any = _named(made)
     lengths = [ends[number + 1] - ends[number] for number in numbers]
     for name, given in [*named.items()]:
@@ -136,7 +136,7 @@ def resized_row(batch: Any, ends: Sequence[int], sequences: int) -> Any:
             shape[dim] = tokens
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
-    made = mapped(batch, resize)
+    made = map_tensors(batch, resize)
     named: Any = _named(made)
     for name in ENDS:
         if isinstance(given := named.get(name), Tensor):

@@ -15,6 +15,7 @@ from .._core.dtensor import local_part
 from .._core.randomness import generators_kept
 from ..nn import Transformer
 from ..patching.levels import Blocks
+from .constant_rng import ConstantRandom
 from .description import Step
 from .micro_batches import (
     NEXT_TOKENS,
@@ -28,7 +29,6 @@ from .micro_batches import (
     some_samples,
 )
 from .out_of_memory import is_out_of_memory
-from .same_draws import SameDraws
 from .watch import hearing_gradients
 
 __all__ = ["NO_RULE", "rule_of", "rules_of"]
@@ -87,7 +87,7 @@ def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     numbers = UNEVEN if samples == MOST_SAMPLES else [(k,) for k in range(samples)]
     check_told(batch)
     each = [picked(batch, some) for some in numbers]
-    with generators_kept(step.device), SameDraws():
+    with generators_kept(step.device), ConstantRandom():
         model = Blocks.of_copy(step.model, has_levels=has_levels).model
         whole = _gradients(step, model, batch)
         buffers = dict(model.named_buffers())

@@ -15,7 +15,7 @@ from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._core.recompute import check_version
-from .trees import tensors_in
+from .pytree import tensors_in
 
 __all__ = ["hearing_blocks", "hearing_gradients", "listening", "unseen"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ...step.out_of_memory import add_note
-from ...step.trees import mapped
+from ...step.pytree import map_tensors
 from ..collecting import no_collections
 from ..cuda import CudaRecorder
 from ..stream import Note
@@ -197,4 +197,4 @@ def _shapes_of(value: Any) -> Any:
     is anything else in them, whose memory would be kept."""
     if not all(isinstance(leaf, _PLAIN) for leaf in tree_iter(value)):
         return None
-    return mapped(value, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    return map_tensors(value, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))

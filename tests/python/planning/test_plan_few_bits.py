@@ -7,7 +7,7 @@ import pytest
 import torch
 from headroom.functional import QuantizedMatrix, linear_quantized, quantize_matrix
 from headroom.memory.cpu import CpuRecorder
-from headroom.planning.inside import inside
+from headroom.planning.op_workspaces import workspaces_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.few_bits import freeze, with_bitsandbytes
@@ -88,7 +88,7 @@ def test_the_workspace_of_a_product_in_parts(to, rows, dtype):
             most = max(most, live)
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
-            found = sum(size for size, _ in inside(op, fakes, {}, "cpu"))
+            found = sum(size for size, _ in workspaces_of(op, fakes, {}, "cpu"))
         assert found == most - result.nbytes
         assert rows == 1 or 1 << 20 < found <= 5 << 20
 

@@ -127,7 +127,9 @@ def test_losses_of_targets_on_a_gpu_that_is_not_there(monkeypatch):
     tokens = 2 * 1024 * 2048 + 4 * 1024 * 60_032 + 2 * 60_000 * 2048 + (32 << 20) + (8320 << 10)
     for capability, expected in (((9, 0), vocabulary), ((8, 6), tokens)):
         monkeypatch.setattr(headroom.planning.device, "capability", lambda c=capability: c)
-        monkeypatch.setattr(headroom.planning.ours, "capability", lambda c=capability: c)
+        monkeypatch.setattr(
+            headroom.planning.headroom_workspaces, "capability", lambda c=capability: c
+        )
         plan = headroom.plan(head, None, batch, forward=forward, device="cuda")
         ops = [a for a in plan.timeline.allocations if a.kind == "temporaries" and a.op]
         found = max(a.bytes for a in ops if a.op == "headroom::linear_cross_entropy")

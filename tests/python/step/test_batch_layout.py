@@ -15,7 +15,7 @@ from headroom.step.micro_batches import (
     samples_of,
     shares,
 )
-from headroom.step.trees import tensors_in
+from headroom.step.pytree import tensors_in
 from torch import nn
 
 ROWS, TOKENS = 4, 6

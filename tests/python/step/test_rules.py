@@ -8,8 +8,8 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom.step.constant_rng import ConstantRandom
 from headroom.step.rules import rule_of, rules_of
-from headroom.step.same_draws import SameDraws
 from torch import nn
 
 from helpers.fitting import step_of
@@ -390,7 +390,7 @@ def test_random_numbers_that_are_the_same_for_all_samples(does, rows):
 
 def test_dropout_keeps_all_and_scales_it_in_training_alone():
     x = torch.arange(6.0)
-    with SameDraws():
+    with ConstantRandom():
         for train, factor in ((True, 4), (None, 4), (False, 1)):
             kept, mask = torch.native_dropout(x, 0.75, train)
             assert torch.equal(kept, factor * x) and mask.all()

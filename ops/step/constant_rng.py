@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SameDraws"]
+__all__ = ["ConstantRandom"]
 
 DRAWS = frozenset(
     "bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_ rand randn "
@@ -17,7 +17,7 @@ DRAWS = frozenset(
 """The ops whose numbers depend on no tensor's values. Others draw as they do."""
 
 
-class SameDraws(TorchDispatchMode):
+class ConstantRandom(TorchDispatchMode):
     """Lets ops that draw random numbers give the same one everywhere: 0.5, or 0 where numbers are
     whole, and masks that keep everything. The generators move as they would."""
 

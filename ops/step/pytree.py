@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-__all__ = ["leaves_in", "mapped", "plain_tensors", "tensors_in"]
+__all__ = ["leaves_in", "map_tensors", "plain_tensors", "tensors_in"]
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
@@ -37,7 +37,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 
-def mapped(
+def map_tensors(
     value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
     """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
@@ -50,15 +50,15 @@ def mapped(
             return change(leaf)
         if isinstance(leaf, MutableMapping):  # a loss may read the attributes of a batch
             copied = copy.copy(leaf)
-            copied.update({key: mapped(item, change, other) for key, item in leaf.items()})
+            copied.update({key: map_tensors(item, change, other) for key, item in leaf.items()})
             return copied
         if isinstance(leaf, (list, tuple)) and not _moves_itself(leaf):
-            return type(leaf)(mapped([*leaf], change, other))
+            return type(leaf)(map_tensors([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             copied = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 value = getattr(leaf, field.name, None)
-                object.__setattr__(copied, field.name, mapped(value, change, other))
+                object.__setattr__(copied, field.name, map_tensors(value, change, other))
             return copied
         return other(leaf)
 

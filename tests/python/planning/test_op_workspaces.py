@@ -10,8 +10,8 @@ from headroom.memory.cpu import CpuRecorder
 from headroom.nn.functional import mlp_block
 from headroom.planning import inside as inside_module
 from headroom.planning import probe, products
-from headroom.planning.inside import inside
 from headroom.planning.masks import masks_of
+from headroom.planning.op_workspaces import workspaces_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,11 +49,11 @@ def test_scratch_of_a_convolution_and_of_a_16_bit_product():
     with FakeTensorMode() as mode:
         fake_x, fake_weight, fake_a = map(mode.from_tensor, (x, weight, a))
         found = [
-            inside(convolution, (fake_x, fake_weight, *options), {}, "cpu"),
-            inside(torch.ops.aten.mm.default, (fake_a, fake_a.t()), {}, "cpu"),
+            workspaces_of(convolution, (fake_x, fake_weight, *options), {}, "cpu"),
+            workspaces_of(torch.ops.aten.mm.default, (fake_a, fake_a.t()), {}, "cpu"),
         ]
     assert [sum(size for size, _ in sizes) for sizes in found] == real
-    assert inside(torch.ops.aten.mm.default, (a.float(), a.float().t()), {}, "cpu") == []
+    assert workspaces_of(torch.ops.aten.mm.default, (a.float(), a.float().t()), {}, "cpu") == []
 
 
 def attention(rows, columns, dtype=torch.float32, size=8):
@@ -101,7 +101,9 @@ def test_scratch_is_what_the_cpu_takes(name):
     func, args, kwargs = CALLS[name]()
     real = measured(partial(func, *args, **kwargs))
     with FakeTensorMode() as mode:
-        found = inside(func, tree_map_only(torch.Tensor, mode.from_tensor, args), kwargs, "cpu")
+        found = workspaces_of(
+            func, tree_map_only(torch.Tensor, mode.from_tensor, args), kwargs, "cpu"
+        )
     assert sum(size for size, _ in found) == real
     assert {kind for _, kind in found} <= {"temporaries"}
 
@@ -130,7 +132,7 @@ def test_workspace_of_an_mlp_forward_and_backward(save):
         real = measured(partial(func, *args, **kwargs))
         with FakeTensorMode() as mode:
             given = tree_map_only(torch.Tensor, mode.from_tensor, args)
-            found = inside(func, given, kwargs, "cpu")
+            found = workspaces_of(func, given, kwargs, "cpu")
         assert sum(size for size, _ in found) == real > 0, func
     assert len(seen.calls) == 2
 
@@ -228,7 +230,7 @@ def test_workspace_of_the_linear_cross_entropy(how, dtype):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name.startswith("headroom::linear_cross_entropy"):
-                self.found.append((func, args, inside(func, args, kwargs or {}, "cpu")))
+                self.found.append((func, args, workspaces_of(func, args, kwargs or {}, "cpu")))
             return func(*args, **kwargs or {})
 
     weight.grad = torch.zeros_like(weight)
@@ -256,10 +258,10 @@ def test_workspace_of_the_linear_cross_entropy(how, dtype):
 def test_sums_of_columns_on_cuda(shape, dims, dtype, wanted, monkeypatch):
     monkeypatch.setattr(inside_module, "_multiprocessors", lambda: (132, 2048))
     x = torch.empty(shape, dtype=dtype, device="meta")
-    found = inside(aten.sum.dim_IntList, (x, dims), {}, "cuda")
+    found = workspaces_of(aten.sum.dim_IntList, (x, dims), {}, "cuda")
     assert [size for size, _ in found] == wanted
-    assert inside(aten.mean.dim, (x, dims), {}, "cuda") == found
-    assert inside(aten.sum.dim_IntList, (x, dims), {}, "cpu") == []
+    assert workspaces_of(aten.mean.dim, (x, dims), {}, "cuda") == found
+    assert workspaces_of(aten.sum.dim_IntList, (x, dims), {}, "cpu") == []
 
 
 def heads_in_rows(heads, rows=512, size=64, dtype=torch.bfloat16):
@@ -267,7 +269,7 @@ def heads_in_rows(heads, rows=512, size=64, dtype=torch.bfloat16):
 
 
 def sizes_of(call, *args):
-    return [size for size, _ in inside(call, args, {}, "cuda")]
+    return [size for size, _ in workspaces_of(call, args, {}, "cuda")]
 
 
 @pytest.mark.parametrize("heads", [8, 4])
@@ -331,7 +333,7 @@ def test_sums_of_the_gradients_of_norms(norm):
     class Listener(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name.endswith("_norm_backward"):
-                found.append((func, args, inside(func, args, kwargs or {}, "cpu")))
+                found.append((func, args, workspaces_of(func, args, kwargs or {}, "cpu")))
             return func(*args, **kwargs or {})
 
     with Listener():

@@ -17,7 +17,7 @@ from torch import Tensor
 from .probe import asked, unasked
 from .products import capability, is_grouped
 
-__all__ = ["BODIES", "RESULTS", "as_allocated", "as_placed", "entry", "inside", "left_out"]
+__all__ = ["BODIES", "RESULTS", "as_allocated", "as_placed", "entry", "workspaces_of", "left_out"]
 
 Sizes = list[tuple[int, str]]
 RESULTS = 0, "results"  # among sizes: where the results are allocated, if not before all of them
@@ -27,7 +27,7 @@ _TABLE: dict[str, Entry] = {}
 BODIES: dict[str, Callable[..., Any]] = {}
 
 
-def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+def workspaces_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     """Returns the bytes and kinds of what an operation holds until it ends, in the order in which
     they are allocated. Negative bytes are freed before that."""
     name = func._schema.name

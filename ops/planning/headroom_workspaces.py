@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._core.registration import FLOATS, binder, by_name
 from ..functional import attention_segments, kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, WEIGHT
-from .inside import BODIES, Sizes, entry
+from .op_workspaces import BODIES, Sizes, entry
 from .products import capability
 
 Named = Callable[[dict[str, Any], str], Sizes]
 
 
-def ours(*names: str) -> Callable[[Named], Named]:
+def workspace_of(*names: str) -> Callable[[Named], Named]:
     """Registers what ops of these names allocate, from their arguments by name."""
 
     def register(function: Named) -> Named:
@@ -49,7 +49,7 @@ def _workspace(name: str, given: dict[str, Any], **own: Any) -> Any:
         return None
 
 
-@ours("rms_norm_backward", "layer_norm_backward")
+@workspace_of("rms_norm_backward", "layer_norm_backward")
 def _norm_backward(given: dict[str, Any], device: str) -> Sizes:
     if not (given["want_dweight"] or given.get("want_dbias")):
         return []
@@ -59,7 +59,7 @@ def _norm_backward(given: dict[str, Any], device: str) -> Sizes:
     return [] if found is None else [(found, "temporaries")]
 
 
-@ours("mlp_block", "mlp_block_backward")
+@workspace_of("mlp_block", "mlp_block_backward")
 def _mlp(given: dict[str, Any], device: str) -> Sizes:
     x, gate_up, down = given.get("dy", given["x"]), given["gate_up"], given["down"]
     norms = (t for t in (given["norm_weight"], given["norm_bias"]) if t is not None)
@@ -119,24 +119,24 @@ def _product(name: str, given: dict[str, Any], device: str, **own: Any) -> Sizes
     return [(found, "temporaries")] if found else []
 
 
-@ours("linear_quantized", "linear_quantized_backward")
+@workspace_of("linear_quantized", "linear_quantized_backward")
 def _linear(given: dict[str, Any], device: str) -> Sizes:
     return _product("linear_quantized_workspace", given, device)
 
 
-@ours("lora_linear", "lora_linear_backward")
+@workspace_of("lora_linear", "lora_linear_backward")
 def _lora(given: dict[str, Any], device: str) -> Sizes:
     a = given["a"]
     own = {"rank": a.shape[0], "adapter_dtype": FLOATS.index(a.dtype)}
     return _product("lora_linear_workspace", given, device, **own)
 
 
-@ours("linear_cross_entropy", "linear_cross_entropy_backward")
+@workspace_of("linear_cross_entropy", "linear_cross_entropy_backward")
 def _loss_and_gradients(given: dict[str, Any], device: str) -> Sizes:
     return _loss(given, device, given["wanted"])
 
 
-@ours("linear_cross_entropy_backward_")
+@workspace_of("linear_cross_entropy_backward_")
 def _loss_gradients_in_place(given: dict[str, Any], device: str) -> Sizes:
     grads = {HIDDEN: given["want_hidden"], WEIGHT: given["weight_grad"], BIAS: given["bias_grad"]}
     wanted = sum(bit for bit, grad in grads.items() if grad is not None and grad is not False)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from headroom.planning import ways_out as module
+from headroom.planning import oom_advice as module
 from torch import nn
 
 
@@ -34,7 +34,7 @@ def test_the_cheapest_ways_that_save_enough_come_first(planned):
         advice("tiny", 1, "about 1 % slower"),
     ]  # fmt: skip
     model, optimizer = nn.Linear(2, 2), object()
-    lines = module.ways_out(model, [optimizer], "batch", 100)
+    lines = module.oom_advice(model, [optimizer], "batch", 100)
     assert lines == [
         "The cheapest ways out, each planned by itself for a step of this shape:",
         "1. free: 100 B less, no slower", "       use(free)", "       again()",
@@ -47,7 +47,7 @@ def test_the_cheapest_ways_that_save_enough_come_first(planned):
         lambda x, y: (x * 2, y, x.detach()), ((torch.ones(3, requires_grad=True),), {"y": 1})
     )
     assert float(loss.detach()) == 6
-    module.ways_out(model, [], "batch", 100)
+    module.oom_advice(model, [], "batch", 100)
     assert asked[1][0] == (model, None, "batch")
     with pytest.raises(ValueError, match="requires no gradient"):
         options["forward"](lambda x: x, ((torch.ones(3),), {}))
@@ -55,8 +55,8 @@ def test_the_cheapest_ways_that_save_enough_come_first(planned):
 
 def test_where_nothing_is_advised(planned):
     model = nn.Linear(2, 2)
-    assert module.ways_out(model, [], "x", 1) == [
+    assert module.oom_advice(model, [], "x", 1) == [
         "Of the changes that were planned, none would make the step smaller."
     ]
     with pytest.raises(ValueError, match="there are several optimizers"):
-        module.ways_out(model, [1, 2], "x", 1)
+        module.oom_advice(model, [1, 2], "x", 1)

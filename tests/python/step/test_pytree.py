@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from headroom.step.calls import Call, described, results_of
 from headroom.step.calls import tensors_of as tensors_of_call
-from headroom.step.trees import mapped, plain_tensors, tensors_in
+from headroom.step.pytree import map_tensors, plain_tensors, tensors_in
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -46,7 +46,7 @@ def test_tensors_in_containers_of_all_kinds():
     assert numbers(Batch(a, Batch([b]))) == [1, 2]
     unset = Batch(Batch(a))
     del unset.x.__dict__["y"]
-    assert numbers(unset) == numbers(mapped(unset, lambda t: t)) == [1]
+    assert numbers(unset) == numbers(map_tensors(unset, lambda t: t)) == [1]
     assert numbers([Batch, object(), a, 3]) == [1]
 
 
@@ -57,13 +57,13 @@ def test_containers_with_other_tensors_are_of_their_own_classes():
         collections.UserDict(x=x, y=[y], other=other), Batch(x, [y]), Frozen(Batch(x, other)),
     ):  # fmt: skip
         before = numbers(given)
-        made = mapped(given, lambda t: -t)
+        made = map_tensors(given, lambda t: -t)
         assert type(made) is type(given) and made is not given
         assert numbers(made) == [-n for n in before] and numbers(given) == before
         assert type(getattr(made, "x", None)) is type(getattr(given, "x", None))
-    assert mapped([other, Batch], lambda t: None) == [other, Batch]
-    assert mapped(collections.UserDict(x=x, y=other), lambda t: 3) == {"x": 3, "y": other}
-    assert mapped(Listed([x, other]), lambda t: 3) == [3, other]
+    assert map_tensors([other, Batch], lambda t: None) == [other, Batch]
+    assert map_tensors(collections.UserDict(x=x, y=other), lambda t: 3) == {"x": 3, "y": other}
+    assert map_tensors(Listed([x, other]), lambda t: 3) == [3, other]
 
 
 def test_what_a_tensor_consists_of():

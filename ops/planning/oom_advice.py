@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from .._core.sizes import format_bytes
-from ..step.trees import tensors_in
+from ..step.pytree import tensors_in
 from .api import plan
 from .fine_tuning import CHANGES_TRAINING
 
-__all__ = ["ways_out"]
+__all__ = ["oom_advice"]
 
 _COUNT = 3
 
 
-def ways_out(
+def oom_advice(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any, asked: int
 ) -> list[str]:
     """Returns lines that name the three cheapest changes, with their code. Those come first that
