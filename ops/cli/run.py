@@ -17,7 +17,7 @@ from typing import Any
 
 from ..integrations.attaching import Budget, register_later
 from ..integrations.watching import WatchedSteps
-from ..techniques import allowable
+from ..techniques.technique import allowable
 from .arguments import ArgumentError, size
 
 HELP = "run a program with Headroom in the loops that it uses"
