@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .._core.sizes import format_bytes
 from ..planning import max_batch, plan
-from ..techniques import allowable
+from ..techniques.technique import allowable
 from .arguments import ArgumentError, size
 from .output import print_json
 from .plan import described

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..integrations.attaching import Budget, register_later
 from ..integrations.watching import WatchedSteps
-from ..techniques import allowable
+from ..techniques.technique import allowable
 from .arguments import ArgumentError, size
 from .programs import LAUNCHERS, MISSING, exit_code, starting
 

@@ -11,10 +11,8 @@ from .offload import Offload, StateBudget
 from .optimizer import ReplacedOptimizer
 from .release import Release
 from .streamed import StreamedWeights
-from .technique import TECHNIQUES, Technique, allowable
+from .technique import TECHNIQUES
 from .weights16 import Weights16
-
-__all__ = ["TECHNIQUES", "Technique", "allowable"]
 
 TECHNIQUES[:] = [
     Frozen(),  # of weights that have all their bits

@@ -11,9 +11,10 @@ from ...planning.fine_tuning import adapters_instead
 from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
-from ...techniques import TECHNIQUES, allowable
+from ...techniques import TECHNIQUES
 from ...techniques.frozen import Frozen
 from ...techniques.optimizer import ReplacedOptimizer
+from ...techniques.technique import allowable
 from ..choice import Choice
 from ..costs.outline import evaluation_of
 from .candidate import Candidate

@@ -10,7 +10,7 @@ from headroom.fitting.arguments import allowed_of, budget_of, check_margin, chec
 from headroom.fitting.ladder import Ladder, Rung
 from headroom.fitting.search.knapsack import Point, choose
 from headroom.step.description import Step
-from headroom.techniques import allowable
+from headroom.techniques.technique import allowable
 from torch import nn
 
 from helpers.frozen import are_frozen

@@ -11,7 +11,7 @@ import torch
 from headroom._core.module_copies import copied_modules
 from headroom.cli import main
 from headroom.fitting import Choice, DoesNotFit
-from headroom.techniques import TECHNIQUES, Technique
+from headroom.techniques.technique import TECHNIQUES, Technique
 from torch import nn
 
 ROWS, COLS, EXTRA = 64, 16, 64
