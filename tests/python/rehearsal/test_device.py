@@ -311,6 +311,7 @@ except ValueError:
 def test_a_program_may_end_before_its_backward_pass(tmp_path):
     """The host's thread raises while the device's is in Python: see _wait_for_backward."""
     (tmp_path / "outlived.py").write_text(OUTLIVED)
-    command = [sys.executable, "-m", "headroom_rehearsal", str(tmp_path / "outlived.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    start = "import headroom_rehearsal as r, runpy; r.start(); runpy.run_path('outlived.py')"
+    command = [sys.executable, "-c", start]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "the end\n"), ran.stderr
