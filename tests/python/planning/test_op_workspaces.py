@@ -8,7 +8,7 @@ import pytest
 import torch
 from headroom.memory.cpu import CpuRecorder
 from headroom.nn.functional import mlp_block
-from headroom.planning import inside as inside_module
+from headroom.planning import op_workspaces as module
 from headroom.planning import probe, products
 from headroom.planning.masks import masks_of
 from headroom.planning.op_workspaces import workspaces_of
@@ -256,7 +256,7 @@ def test_workspace_of_the_linear_cross_entropy(how, dtype):
     ],
 )
 def test_sums_of_columns_on_cuda(shape, dims, dtype, wanted, monkeypatch):
-    monkeypatch.setattr(inside_module, "_multiprocessors", lambda: (132, 2048))
+    monkeypatch.setattr(module, "_multiprocessors", lambda: (132, 2048))
     x = torch.empty(shape, dtype=dtype, device="meta")
     found = workspaces_of(aten.sum.dim_IntList, (x, dims), {}, "cuda")
     assert [size for size, _ in found] == wanted
@@ -315,9 +315,9 @@ def test_few_rows_split_the_keys_of_flash_attention(rows, size, dropout, wanted)
 @pytest.mark.parametrize("capability, wanted", [((8, 0), []), ((9, 0), [512, 67584])])
 def test_products_of_groups_on_cuda(capability, wanted, monkeypatch):
     """As the allocator of torch 2.15 saw them, on 132 multiprocessors."""
-    monkeypatch.setattr(inside_module, "capability", lambda: capability)
+    monkeypatch.setattr(module, "capability", lambda: capability)
     monkeypatch.setattr(products, "capability", lambda: capability)
-    monkeypatch.setattr(inside_module, "_multiprocessors", lambda: (132, 2048))
+    monkeypatch.setattr(module, "_multiprocessors", lambda: (132, 2048))
     x = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(4, 16, 32, dtype=torch.bfloat16, device="meta")
     call, out = aten._grouped_mm.default, torch.empty(64, 32, device="meta")

@@ -17,11 +17,11 @@ FLOORS = {
             ["state", "patching", "release"],
             ["step", "quantizing"],
             ["techniques"],
-            ["adapters", "memory", "profiling", "rehearsal"],
+            ["adapters", "memory", "profiling"],
             ["planning"],
             ["fitting", "retrying", "data"],
             ["reports"],
-            ["integrations", "cli"],
+            ["integrations", "cli", "rehearsal"],
         ]
     )
     for name in names
@@ -66,7 +66,10 @@ def graph(folder):
 
 GRAPH = graph("ops")
 # The only arrows between those of one floor.
-BESIDE = {("amp", "optim"), ("profiling", "memory"), ("cli", "integrations")}
+BESIDE = {("amp", "optim"), ("profiling", "memory")} | {
+    ("cli", "integrations"),
+    ("rehearsal", "cli"),
+}
 
 
 def test_what_is_looked_at():
