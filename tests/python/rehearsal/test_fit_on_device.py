@@ -23,6 +23,8 @@ from headroom.step.clock import Stopwatch
 from headroom.step.micro_batches import SAMPLES
 from torch import nn
 
+from helpers.software_device import command_there
+
 pytestmark = pytest.mark.cuda
 STEPS = 3
 WORDS, WIDTH, ROWS, TOKENS = 8192, 768, 8, 256
@@ -128,9 +130,9 @@ def fitted(seed, budgets):
 )
 def test_budgets_are_kept(runtime, gpu, budgets, seeds):
     (*_, library) = sorted(Path.cwd().glob("build/cmake-*/tests/rehearsal/libheadroom.so.*"))
-    command = [sys.executable, "-m", "headroom_rehearsal", "--gpu", gpu, "--headroom", str(library)]
-    program = ["--computed", "4096", __file__, str(budgets), *map(str, seeds)]
-    ran = subprocess.run([*command, *program], capture_output=True, text=True)
+    options = {"gpu": gpu, "headroom": str(library), "computed": 4096}
+    command = command_there(__file__, budgets, *seeds, **options)
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert len(rows) > budgets * len(seeds) // 2

@@ -18,6 +18,8 @@ import transformers
 from headroom.nn import Transformer, TransformerConfig
 from headroom.optim import AdamW8bit
 
+from helpers.software_device import command_there
+
 ROOT = Path(__file__).parents[3]
 KERNELS = sorted(ROOT.glob("build/cmake-*/tests/rehearsal/libheadroom.so.*"))
 pytestmark = [
@@ -118,8 +120,8 @@ def reached(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_what_the_allocator_reaches(name):
-    device = ["-m", "headroom_rehearsal", "--gpu", "B200", "--computed", "65536"]
-    command = [sys.executable, *device, "--headroom", str(KERNELS[-1]), __file__, name]
+    options = {"gpu": "B200", "headroom": str(KERNELS[-1]), "computed": 65536}
+    command = command_there(__file__, name, **options)
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
