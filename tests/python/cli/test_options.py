@@ -52,6 +52,7 @@ USAGE = {
     "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
     "[--json] MODEL",
     "run": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
+    "rehearse": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
     "convert": "--to LIBRARY [--from LIBRARY] [--rule {adam,sgd,lion,muon}] [--key KEY] "
@@ -70,7 +71,7 @@ def test_usage_and_help(monkeypatch, capsys):
     )
     assert list(commands.choices) == list(USAGE)
     for name, command in commands.choices.items():
-        usage = "" if name == "run" else "[-h] "
+        usage = "" if name in ("run", "rehearse") else "[-h] "
         assert command.format_usage() == f"usage: headroom {name} {usage}{USAGE[name]}\n"
         text = command.format_help()
         for action in command._actions:
@@ -107,6 +108,9 @@ def test_defaults():
         | {"allow": [], "host_budget": None, "png": None, "out": None},
         ("run", "a"): {"register": False, "budget": None, "host_budget": None, "allow": []}
         | {"snapshot_on_oom": None, "profile": None, "is_module": False, "program": ["a"]},
+        ("rehearse", "a"): {"gpu": None, "memory": None, "capability": None, "gpus": False}
+        | {"steps": 3, "loss": None, "fail_above": None, "snapshot": None, "report": None}
+        | {"is_module": False, "program": ["a"]},
         ("report", "a"): {"files": [a], "out": None, "title": None}
         | {"terminal": False, "top": 10},
         ("diff", "a", "b"): {"a": a, "b": b, "at": "peak", "device": None}
@@ -118,7 +122,9 @@ def test_defaults():
     }
     for words, wanted in expected.items():
         found = vars(read(*words))
-        json = "" if words[0] == "run" else "--json"  # what a program prints is its own
+        json = (
+            "" if words[0] in ("run", "rehearse") else "--json"
+        )  # what a program prints is its own
         assert found.pop("options").get("json", "") == json and callable(found.pop("run"))
         assert found == wanted | {"version": False, "command": words[0], "json": False}
 
