@@ -61,7 +61,8 @@ class Steps:
         if given.dtype is not None and given.offload is None and is_headroom(self.optimizer):
             # It keeps the bits that weights lose, and with them the rest of its states.
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            load_master_weights(self.optimizer, {p: before[p] for p in params})
+            # Shards have been made since, and are of the cast weights.
+            load_master_weights(self.optimizer, {p: before.get(p, p.detach()) for p in params})
         before.clear()
         if given.offload is not None:
             self.offload(given.offload, given.state_budget)
