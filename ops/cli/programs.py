@@ -13,9 +13,8 @@ from functools import partial
 
 from .arguments import ArgumentError
 
-__all__ = ["LAUNCHERS", "MISSING", "exit_code", "starting"]
+__all__ = ["LAUNCHERS", "exit_code", "starting"]
 
-MISSING = "PROGRAM is missing: a script, a command, or -m and a module"
 # What starts a program in other processes, and how Headroom gets into those.
 LAUNCHERS = {
     "torchrun": "torchrun ... -m headroom run",

@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headroom_command.program import MISSING, add_program, words_of
+
 from ..integrations.attaching import Budget, register_later
 from ..integrations.watching import WatchedSteps
 from ..techniques.technique import allowable
 from .arguments import ArgumentError, size
-from .programs import LAUNCHERS, MISSING, exit_code, starting
+from .programs import LAUNCHERS, exit_code, starting
 
 HELP = "run a program with Headroom in the loops that it uses"
 HAS_JSON = False
@@ -56,18 +58,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     recording.add_argument(
         "--profile", type=Path, metavar="DIR", help="write a profile of some steps there"
     )
-    command.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
-    command.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="PROGRAM ARGS...",
-        help="a script or a command of this environment, and its arguments",
-    )
+    add_program(command)
 
 
 def run(options: argparse.Namespace) -> Callable[[], int]:
     """Returns what runs the program, after all arguments were checked."""
-    words = options.program[options.program[:1] == ["--"] :]
+    words = words_of(options)
     if not words:
         raise ArgumentError(MISSING)
     wanted = (options.register, options.budget, options.snapshot_on_oom, options.profile)

@@ -21,7 +21,7 @@ Sizes = tuple[int, ...]
 
 
 class Need(NamedTuple):
-    """What a step needs.
+    """Holds the bytes that a step needs.
 
     Attributes:
         total: what the process takes on the device; the peak on the CPU.

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headroom_command.program import MISSING, add_program, words_of
+
 from . import device, gpus, start
 
 __all__ = ["HAS_JSON", "HELP", "add_arguments", "main"]
@@ -48,13 +50,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--report", type=Path, metavar="FILE", help="write the report there, as JSON"
     )
-    command.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
-    command.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="PROGRAM ARGS...",
-        help="a script or a command of this environment, and its arguments",
-    )
+    add_program(command)
 
 
 def main(words: Sequence[str]) -> int:
@@ -89,8 +85,8 @@ def _device(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: arguments are missing or wrong.
     """
-    if not options.program[options.program[:1] == ["--"] :]:
-        raise ValueError("PROGRAM is missing: a script, a command, or -m and a module")
+    if not words_of(options):
+        raise ValueError(MISSING)
     known = gpus()
     names = {name.lower(): name for name in known}
     name = None
@@ -139,7 +135,7 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     from headroom.cli.programs import LAUNCHERS, starting
 
     compute(device(), "headroom")
-    words = options.program[options.program[:1] == ["--"] :]
+    words = words_of(options)
     if os.path.basename(words[0]) in LAUNCHERS:
         raise ValueError(
             f"{words[0]} starts its program in other processes, which would not be rehearsed; give "

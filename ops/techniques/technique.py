@@ -32,7 +32,7 @@ TECHNIQUES: list[Technique] = []
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained, for which techniques say what can be chosen.
+    """Describes what is to be trained, for techniques to say what can be chosen.
 
     Attributes:
         step: that is made, with the optimizer of the loop, which may be none of those that can be

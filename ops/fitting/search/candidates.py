@@ -408,11 +408,12 @@ class Candidates:
         """Returns the step that is measured: of a part of the batch, and of weights in 16 bits, or
         frozen ones in few."""
         step, choice = self.step.but(batch=self.step.part(key.micro_batches)), key.choice
-        used = [technique for technique in TECHNIQUES if technique.is_used(choice)]
-        if key.tensors != AS_GIVEN:
-            step = step.but(model=private_copy(step.model))
-            target = Target(step.model, step.optimizer, self.names, self.techniques.layers)
-            for technique in used:
+        if key.tensors == AS_GIVEN:
+            return step
+        step = step.but(model=private_copy(step.model))
+        target = Target(step.model, step.optimizer, self.names, self.techniques.layers)
+        for technique in TECHNIQUES:
+            if technique.is_used(choice):
                 technique.on_measured_copy(target, choice)
         return step
 

@@ -16,7 +16,7 @@ from ..choice import Choice
 
 @dataclass(frozen=True)
 class Techniques(Request):
-    """What can be chosen for a model, besides levels.
+    """Holds the choices that are possible for a model, besides levels.
 
     Attributes:
         choices: all that are possible, without levels, those with the fewest micro-batches first.

@@ -105,6 +105,11 @@ def test_results_gradients_and_names(name):
     most = max(2**-22, *(error(their_grads[key], exact_grads[key]) for key in keys))
     for key in keys:
         assert error(our_grads[key], exact_grads[key]) <= 2 * most, key
+    exact_all, theirs_all, ours_all = (
+        torch.cat([grads[key].flatten() for key in keys])
+        for grads in (exact_grads, their_grads, our_grads)
+    )
+    assert error(ours_all, exact_all) <= 2 * max(error(theirs_all, exact_all), 2**-24)
 
 
 ROPE = dict(rope_theta=10000.0, rope_type="default")
