@@ -95,7 +95,8 @@ class _Seen:
         self._last = steps
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._times: list[float] = []
-        self._held: dict[int, dict[str, int]] = {}  # of each optimizer, after its last step
+        self._held: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._after: dict[str, int] = {}  # the last step: what optimizers hold that there are then
         self._peak = 0
         self._refused: list[dict[str, Any]] = []
         self._begin = time.monotonic()
@@ -119,7 +120,9 @@ class _Seen:
         done = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if done > len(self._times):
             self._times.append(time.monotonic())
-        self._held[id(optimizer)] = _held(optimizer)
+        self._held[optimizer] = _held(optimizer)
+        every = [*self._held.values()]
+        self._after = {kind: sum(held[kind] for held in every) for kind in every[0]}
         # One of several optimizers may be ahead.
         if done >= self._last and min(self._counts.values()) >= self._last:
             raise _Ended(0)
@@ -146,10 +149,7 @@ class _Seen:
             "fits": not self._refused if used else None,
             "peak_allocated": self._allocated() if used else 0,
             "peak_reserved": runtime.peak_bytes(0),
-            "after_step": {
-                kind: sum(held[kind] for held in self._held.values())
-                for kind in ("parameters", "gradients", "optimizer_state")
-            },
+            "after_step": self._after,
             "steps": len(self._times),
             "step_seconds": statistics.median(between) if between else None,
             "refused": self._refused,

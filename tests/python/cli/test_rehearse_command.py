@@ -124,12 +124,26 @@ args = transformers.TrainingArguments(
 trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), args, train_dataset=rows)
 print("loss", trainer.train().training_loss > 3, args.device)
 """
+TRIED = """
+import torch
+
+def trained(width, steps):
+    model = torch.nn.Linear(width, width, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    for step in range(steps):
+        model(torch.ones(2, width, device="cuda")).sum().backward()
+        optimizer.step()
+
+trained(256, 1)
+trained(512, 2)
+"""
 # Program, its arguments, and the options of its rehearsal.
 PROGRAMS = {
     "fits": (LOOP, [512, 64], []),
     "again": (LOOP, [512, 64], []),
     "one step": (LOOP, [512, 64], ["--steps", "1", "--loss", "2.5", "--fail-above", "8 MiB"]),
     "too large": (LOOP, [4096, 64], ["--snapshot", "too large.pickle"]),
+    "tried": (TRIED, [], []),
     "planned": (PLANNED, [], []),
     "caught": (CAUGHT, [], []),
     "values": (VALUES, [], []),
@@ -212,6 +226,12 @@ def test_steps_an_answer_and_a_limit(rehearsed):
     code, report, output = rehearsed["one step"]
     assert code == 1 and report["exit_code"] == 0 and report["steps"] == 1
     assert "more than 8.00 MiB" in output and "step 0" not in output
+
+
+def test_what_is_held_after_a_step_is_that_of_optimizers_that_are_still_there(rehearsed):
+    _, report, _ = rehearsed["tried"]
+    held = {"parameters", "gradients", "optimizer_state"}
+    assert report["after_step"] == dict.fromkeys(held, 512 * 512 * 4)
 
 
 def test_a_program_that_does_not_fit(rehearsed):
