@@ -23,14 +23,16 @@ case ${1:-} in
     # the PTX: what small cases do not reach.
     c_select=(-E 'emulated.*(ManyTensors|SeveralLaunches|NoTensorOfMany|OnCuda|MissingChecks)|ptx.whole')
     # Without a GPU the code for one is enough to see what the compiler makes of the kernels.
-    [ -e /dev/nvidiactl ] || export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-90}"
+    [ -e /dev/nvidiactl ] || export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-90+PTX}"
     ;;
 full | pairs)
     sanitized=ON
-    # The kernels' budgets, and what a wheel has, are of all architectures.
-    export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-all}"
+    # The oldest, one with what newer ones have, and the newest, whose PTX comes from another front end.
+    archs="75+PTX 90+PTX 120+PTX"
     select=(--sample 1)
-    [ "$1" = full ] || select=(--sample 2)
+    # A release has code, and budgets, for all.
+    [ "$1" = full ] || { select=(--sample 2) && archs="75+PTX 80 86 90+PTX 100 120+PTX"; }
+    export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-$archs}"
     # All of the PTX once; of other architectures what nearly every kernel does with small cases.
     c_select=(-E 'ptx.(some.90|whole.(75|120))')
     ;;

@@ -1,4 +1,4 @@
-/* host.h: before every .cu of the library, as nvcc compiles it for these tests: products are the
+/* host.h: before kernels/core/cublas.cu, as nvcc compiles it for these tests: products are the
  * emulator's, in place of a cuBLASLt that wants a driver. */
 #ifndef PTX_HOST_H
 #define PTX_HOST_H

@@ -37,6 +37,7 @@ struct Part {
 };
 constexpr uint32_t kFatBinary = 0xBA55ED50;
 constexpr uint16_t kPtx = 1;
+constexpr uint64_t kLz4 = 0x2000; // of the flags: the text is compressed so
 
 struct Binary {
     const char *data;
@@ -70,6 +71,36 @@ struct Configuration {
 };
 std::vector<Configuration> configurations;
 
+// Returns what a block of LZ4 holds: sequences of literals and of a copy of what came before, until the
+// last, which has literals alone (lz4_Block_format.md of github.com/lz4/lz4).
+std::string decompressed(const char *block, size_t bytes)
+{
+    const auto *at = reinterpret_cast<const unsigned char *>(block);
+    const auto *const end = at + bytes;
+    const auto length = [&](size_t nibble) {
+        if (nibble == 15)
+            do
+                nibble += *at;
+            while (*at++ == 255);
+        return nibble;
+    };
+    std::string text;
+    while (at < end) {
+        const unsigned token = *at++;
+        const size_t literals = length(token >> 4);
+        text.append(reinterpret_cast<const char *>(at), literals);
+        at += literals;
+        if (at == end)
+            break;
+        const size_t back = at[0] | at[1] << 8;
+        at += 2;
+        const size_t copied = length(token & 15) + 4;
+        for (size_t from = text.size() - back, k = 0; k < copied; k++)
+            text += text[from + k]; // what is copied may be of this copy
+    }
+    return text;
+}
+
 std::string text_of(const Binary &binary, int arch)
 {
     const auto *const header = reinterpret_cast<const Header *>(binary.data);
@@ -79,9 +110,12 @@ std::string text_of(const Binary &binary, int arch)
     const char *const end = at + header->bytes;
     while (at < end) {
         const auto *const part = reinterpret_cast<const Part *>(at);
-        if (part->kind == kPtx && int(part->arch) == arch && part->whole_bytes == 0) {
+        if (part->kind == kPtx && int(part->arch) == arch) {
             const char *const text = at + part->header_bytes;
-            return std::string(text, strnlen(text, part->bytes));
+            if (part->flags & kLz4)
+                return decompressed(text, part->compressed_bytes).c_str(); // up to the first zero
+            if (part->whole_bytes == 0)
+                return std::string(text, strnlen(text, part->bytes));
         }
         at += part->header_bytes + part->bytes;
     }
@@ -123,7 +157,7 @@ ptx_module *module_of(Binary &binary)
         return binary.module;
     std::string text = text_of(binary, ptx_registration::arch());
     plant_fault(text);
-    char why[256] = "the fat binary has no such PTX that is not compressed";
+    char why[256] = "the fat binary has no such PTX as text or LZ4";
     if (!text.empty())
         binary.module = ptx_parse(text.data(), text.size(), binary.name.c_str(), why, sizeof why);
     if (!binary.module)

@@ -13,15 +13,6 @@
         EXPECT_NE(cudaGetLastError(), cudaSuccess);                              \
     }
 
-// The same for what only the build that sees every access can find. In the other build, `death` is
-// what the sanitizers die with, or "" if they cannot know.
-#define EXPECT_ACCESS_CAUGHT(statement, pattern, death) \
-    if (hr_emu::sees_accesses()) {                      \
-        EXPECT_CAUGHT(statement, pattern)               \
-    } else if (*death) {                                \
-        EXPECT_DEATH(statement, death);                 \
-    }
-
 #define EXPECT_CLEAN(statement)                                  \
     for (uint64_t seed = 1; seed <= 3; seed++) {                 \
         hr_emu::set_seed(seed);                                  \

@@ -1,7 +1,6 @@
 // Device memory: one range of addresses that the host cannot touch, so that host code which
 // follows a device pointer is reported where a GPU would end the process. A launch opens the range;
 // copies go through a second mapping of the same pages, which is always open.
-#include "tests/c/emulator/asan.h"
 #include "tests/c/emulator/machine.h"
 
 #include <execinfo.h>
@@ -182,11 +181,6 @@ void *allocate_device(size_t bytes)
 {
     char *const begin = arena().allocate(bytes);
     prepare(static_cast<char *>(always_open(begin)), bytes);
-#ifdef HR_EMU_ASAN
-    __asan_poison_memory_region(begin - kGuard, kGuard);
-    __asan_unpoison_memory_region(begin, bytes);
-    __asan_poison_memory_region(begin + bytes, kGuard);
-#endif
     Allocation &a = allocations[begin];
     a.range = {begin, bytes};
     a.written.assign(bytes, false);
@@ -198,9 +192,6 @@ bool free_device(const void *pointer)
     const auto found = allocations.find(static_cast<const char *>(pointer));
     if (found == allocations.end())
         return false;
-#ifdef HR_EMU_ASAN
-    __asan_poison_memory_region(found->second.range.begin, found->second.range.bytes);
-#endif
     allocations.erase(found);
     return true;
 }

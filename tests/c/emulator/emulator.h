@@ -11,13 +11,13 @@
 //     race                   two threads, same byte, no barrier between, at least one writes
 //     uninitialized read     of shared or device memory
 //     misaligned access
+//     undefined arithmetic   overflow, shifts too far, a bool that is neither
 //     access by the host     to device memory, outside launches and copies
 //     not in a capture       what waits for the device or allocates, while one is pretended
 //
-// The four before the last two need every load and store to be seen: compile the .cu with
-// `-fsanitize=thread,alignment,bounds` and link hooks.cpp in place of the sanitizers' runtimes.
-// Without that, memory is filled with NaN (0xFF) before use and has guards at both ends, and
-// AddressSanitizer and UBSan see what they can.
+// The five before the last two need what the compiler's sanitizers call: compile the .cu with the flags
+// that hooks.cpp names, and link it in place of their runtimes. Without that, memory is filled with NaN
+// (0xFF) before use and has guards at both ends.
 //
 // Not seen: one static __shared__ array overrun into the next through a pointer, and what needs two
 // blocks to run at the same time.
@@ -49,9 +49,6 @@ std::string take_report();
 // Pretends from now on that every stream is being captured into a CUDA graph, or no more: work is
 // done at once all the same, but what a capture refuses fails and is reported.
 void pretend_capture(bool on);
-
-// Whether the kernels were compiled so that every load and store is seen.
-bool sees_accesses();
 } // namespace hr_emu
 
 // ---- Qualifiers ---------------------------------------------------------------------------------

@@ -58,8 +58,6 @@ std::pair<bool, std::string> run_alone(const std::string &environment, const std
 
 TEST(Reports, AnUnreadOneFailsItsTestWithPlaceAndSeed)
 {
-    if (!hr_emu::sees_accesses())
-        GTEST_SKIP() << "races are not seen here";
     const auto [passed, output] =
         run_alone("HEADROOM_EMULATOR_SEED=5", "Planted.DISABLED_RaceThatNobodyAsksAbout");
     EXPECT_FALSE(passed);

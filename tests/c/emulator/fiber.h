@@ -26,12 +26,11 @@ class Fiber
 
   private:
     static void enter();
-    void switch_from(ucontext_t *from, ucontext_t *to, const void *bottom, size_t bytes);
 
     void (*body_)();
     char *stack_;
-    ucontext_t here_, caller_;
-    jmp_buf go_on_, return_; // the same places, once the fiber has started
+    ucontext_t here_;
+    jmp_buf go_on_, return_; // once the fiber has started
     bool started_;
 };
 } // namespace hr_emu

@@ -1,5 +1,9 @@
-// What code compiled with `-fsanitize=thread,alignment,bounds` calls, in place of the sanitizers'
-// own runtimes: the compiler marks every access, and we check it in the terms of CUDA.
+// What code compiled with
+//
+//     -fsanitize=thread,alignment,bounds,bool,integer-divide-by-zero,shift,signed-integer-overflow
+//
+// calls, in place of the sanitizers' own runtimes: the compiler marks every access, and we check it in
+// the terms of CUDA.
 #include "tests/c/emulator/race.h"
 
 using hr_emu::note_access;
@@ -89,30 +93,67 @@ struct OutOfBounds {
     SourceLocation location;
     const TypeDescriptor *array, *index;
 };
+struct Overflow {
+    SourceLocation location;
+    const TypeDescriptor *type;
+};
+struct Shift {
+    SourceLocation location;
+    const TypeDescriptor *left, *right;
+};
 
 static std::string at(const SourceLocation &l)
 {
     return std::string(" at ") + l.file + ":" + std::to_string(l.line);
 }
 
-void __ubsan_handle_type_mismatch_v1(TypeMismatch *data, uintptr_t address)
+// Only in a kernel: host code is for the sanitized program.
+static void report_in_kernel(const std::string &problem, const SourceLocation &location)
 {
     if (!hr_emu::machine.current || !hr_emu::machine.current->in_kernel)
         return;
     const hr_emu::OutOfKernel out;
-    const size_t needed = size_t(1) << data->log_alignment;
-    report("misaligned access: " + std::string(data->type->name) + " needs a multiple of " +
-           std::to_string(needed) + " bytes, the address is " + std::to_string(address % needed) +
-           " past one" + at(data->location));
+    report(problem + at(location));
     hr_emu::stop_if_failed();
+}
+
+void __ubsan_handle_type_mismatch_v1(TypeMismatch *data, uintptr_t address)
+{
+    const size_t needed = size_t(1) << data->log_alignment;
+    report_in_kernel("misaligned access: " + std::string(data->type->name) +
+                         " needs a multiple of " + std::to_string(needed) +
+                         " bytes, the address is " + std::to_string(address % needed) + " past one",
+                     data->location);
 }
 void __ubsan_handle_out_of_bounds(OutOfBounds *data, uintptr_t index)
 {
-    if (!hr_emu::machine.current || !hr_emu::machine.current->in_kernel)
-        return;
-    const hr_emu::OutOfKernel out;
-    report("out-of-bounds access: index " + std::to_string(intptr_t(index)) + " of " +
-           data->array->name + at(data->location));
-    hr_emu::stop_if_failed();
+    report_in_kernel("out-of-bounds access: index " + std::to_string(intptr_t(index)) + " of " +
+                         data->array->name,
+                     data->location);
+}
+
+#define HR_EMU_OVERFLOW_HOOK(kind)                                                             \
+    void __ubsan_handle_##kind(Overflow *data, uintptr_t, uintptr_t)                           \
+    {                                                                                          \
+        report_in_kernel(std::string("undefined arithmetic: overflow of ") + data->type->name, \
+                         data->location);                                                      \
+    }
+HR_EMU_OVERFLOW_HOOK(add_overflow)
+HR_EMU_OVERFLOW_HOOK(sub_overflow)
+HR_EMU_OVERFLOW_HOOK(mul_overflow)
+HR_EMU_OVERFLOW_HOOK(negate_overflow) // which passes one operand
+HR_EMU_OVERFLOW_HOOK(divrem_overflow) // and division by zero
+
+void __ubsan_handle_shift_out_of_bounds(Shift *data, uintptr_t, uintptr_t)
+{
+    report_in_kernel(std::string("undefined arithmetic: shift of ") + data->left->name + " by " +
+                         data->right->name,
+                     data->location);
+}
+void __ubsan_handle_load_invalid_value(Overflow *data, uintptr_t value)
+{
+    report_in_kernel("undefined arithmetic: " + std::to_string(value) + " is no value of " +
+                         data->type->name,
+                     data->location);
 }
 }

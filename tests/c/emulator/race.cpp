@@ -183,11 +183,6 @@ void watch_accesses()
     watching = true;
 }
 
-bool sees_accesses()
-{
-    return watching;
-}
-
 void note_access(const void *address, size_t bytes, bool write, const void *caller)
 {
     if (!machine.current || !machine.current->in_kernel || bytes == 0)

@@ -171,6 +171,60 @@ message("${summary}; ${cublas_version}")
     assert code == 0 and "for 80 90, compiler: , products: cuBLASLt 13.4; 13.4" in said
 
 
+# What GPUs run: machine code of their major version, not newer than they are, or else the newest
+# PTX that is not, which the driver compiles at the first start.
+RUNS = {
+    "7.5": "75-real",
+    "8.0": "80-real",
+    "8.6": "86-real",
+    "8.7": "86-real",
+    "8.9": "86-real",
+    "9.0": "90-real",
+    "10.0": "100-real",
+    "10.3": "100-real",
+    "11.0": "100-virtual",
+    "12.0": "120-real",
+    "12.1": "120-real",
+    "13.0": "120-virtual",
+    "7.0": None,
+}
+
+
+def cmake_archs(folder, asked):
+    """CMAKE_CUDA_ARCHITECTURES, and the architectures whose PTX the tests execute."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    part = text[text.index('    string(REGEX REPLACE "[ ,]+"') : text.index("    enable_language(")]
+    script = folder / "archs.cmake"
+    shown = 'message("${CMAKE_CUDA_ARCHITECTURES}|${executed_archs}")'
+    script.write_text(f'set(HEADROOM_CUDA_ARCHS "{asked}")\n{part}{shown}\n')
+    command = ["cmake", "-P", script]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [part.split(";") for part in said.strip().split("|")]
+
+
+def test_what_each_gpu_runs(tmp_path):
+    built, executed = cmake_archs(
+        tmp_path, re.search(r'"(75;.*)"', (ROOT / "setup.py").read_text())[1]
+    )
+    assert executed == [""]
+    kinds = [(int(number), kind) for number, kind in (one.split("-") for one in built)]
+    code = [number for number, kind in kinds if kind == "real"]
+    ptx = [number for number, kind in kinds if kind == "virtual"]
+    for capability, wanted in RUNS.items():
+        major, minor = map(int, capability.split("."))
+        number = 10 * major + minor
+        own = [arch for arch in code if arch // 10 == major and arch <= number]
+        older = [arch for arch in ptx if arch <= number]
+        found = f"{max(own)}-real" if own else f"{max(older)}-virtual" if older else None
+        assert found == wanted, capability
+
+
+def test_ptx_that_is_asked_for_is_kept_and_executed(tmp_path):
+    built, executed = cmake_archs(tmp_path, "90+PTX, 75+PTX 120")
+    real = ["75-real", "90-real", "120-real"]
+    assert built == [*real, "75-virtual", "90-virtual", "120-virtual"] and executed == ["75", "90"]
+
+
 @pytest.mark.parametrize(
     "release, cuda, wanted",
     [("12.8", "1", "+cu128"), ("13.0", "1", ""), (None, "1", ""), ("13.0", "0", "+cpu")],
