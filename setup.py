@@ -4,8 +4,8 @@ Where no nvcc >= 12.8 is installed, NVIDIA's compiler packages from PyPI become 
 They are of CUDA 13, and what they build needs driver R580; a toolkit 12.8 or 12.9 builds for R530.
 HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler, or without
 the header of cuBLAS, unless HEADROOM_CUBLAS=0 builds without products of matrices on CUDA;
-HEADROOM_CUDA_ARCHS="80 90+PTX" builds device code for other GPUs than those here, and its PTX, "all"
-for all;
+HEADROOM_CUDA_ARCHS="80 90+PTX" builds device code for other GPUs than those here, and PTX of the
+second, "all" for all;
 MAX_JOBS limits the parallel jobs.
 HEADROOM_WHEEL="manylinux_2_28_x86_64" makes a wheel for every Python on that platform, without
 headroom._C, as .ci/wheels does with libraries of that glibc.
