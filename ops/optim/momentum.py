@@ -69,7 +69,9 @@ class OneMoment(Optimizer):
             entry.setdefault("step", 1.0)
         elif "step" in names:
             entry.setdefault("step", 0.0)
-        if self.moment in names and not entry.get("step"):
+        count = entry.get("step")
+        is_refused = isinstance(count, Tensor) and count.numel() != 1  # later, with the others
+        if self.moment in names and not is_refused and not count:
             entry.setdefault(self.moment, self.layout(param, group, 0).slot(self.moment).new(param))
         return entry
 

@@ -4,20 +4,12 @@ four dimensions."""
 import headroom
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.bits import bits
 
 ADAM8BIT, ADAMW8BIT = headroom.optim.Adam8bit, headroom.optim.AdamW8bit
 CLASSES = pytest.mark.parametrize("cls", [ADAM8BIT, ADAMW8BIT], ids=["Adam8bit", "AdamW8bit"])
 LARGE, SMALL = (70, 60), (5, 3)  # with the default min_8bit_size
-
-
-class OnLists(TorchDispatchMode):
-    """Lets everything through. A step under it hands the op lists, not addresses."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 def is_8bit(optimizer, param):

@@ -19,6 +19,7 @@ from helpers.adafactors import (
 )
 from helpers.bad_inputs import assert_untouched, expanded, misaligned, snapshot
 from helpers.bits import assert_same_bits, bits
+from helpers.modes import WEIGHTS
 
 
 def errors(params, exact):
@@ -304,3 +305,153 @@ def test_compiled(case, backend):
     for p, q in zip(params, others):
         assert_same_bits(optimizer.state[p].values(), other.state[q].values())
     torch._dynamo.reset()
+
+
+# ---- Layouts, states, weights in 16 bits ---------------------------------------------------------
+
+
+def moved(p, how):
+    """The values of a parameter in other memory."""
+    if how == "channels_last":
+        return p.contiguous(memory_format=torch.channels_last)
+    if how == "transposed":
+        return p.transpose(0, 1).contiguous().transpose(0, 1)
+    room = torch.empty(*p.shape[:-1], 2 * p.shape[-1], dtype=p.dtype)
+    return room[..., ::2].copy_(p)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["channels_last", "transposed", "strided"])
+def test_rows_and_columns_are_those_of_the_indices(how, semantics):
+    plain = start(((6, 5, 3, 3), (4, 7, 1, 5)))
+    others = [torch.nn.Parameter(moved(p.detach(), how)) for p in plain]
+    assert not any(p.is_contiguous() for p in others)
+    optimizers = make(semantics, plain), make(semantics, others)
+    for step in range(3):
+        set_grads(plain, step)
+        for p, q in zip(plain, others):
+            q.grad = moved(p.grad, how) if step else p.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_bits(plain, [p.contiguous() for p in others])
+
+
+@BOTH
+def test_empty_tensors_and_tied_ones(semantics, device):
+    params = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)
+    params[0].requires_grad_()
+    optimizer = make(semantics, [*params, params[-1]])
+    reference = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)[-1:]
+    train(params, optimizer, range(2))
+    other = make(semantics, reference)
+    for step in range(2):
+        set_grads(params, step)
+        reference[0].grad = params[-1].grad
+        other.step()
+    assert_same_bits(params[-1:], reference)
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+def test_the_schedule_of_transformers():
+    from transformers.optimization import AdafactorSchedule
+
+    rates = []
+    for ours in (True, False):
+        params = start()
+        optimizer = make("hf", params, ours, warmup_init=True)
+        schedule = AdafactorSchedule(optimizer)
+        for step in range(3):
+            train(params, optimizer, [step])
+            schedule.step()
+        rates.append([float(rate) for rate in schedule.get_lr()])
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
+def test_memory_says_that_there_is_next_to_none():
+    optimizer = ADAFACTOR([torch.nn.Parameter(torch.zeros(1000, 1000))])
+    (row,) = optimizer.memory()
+    assert row.bytes_per_parameter < 0.01
+    assert "row_var 4,000" in repr(optimizer)
+
+
+@pytest.mark.parametrize("mode", WEIGHTS, ids=lambda mode: "-".join(mode.values()))
+@BOTH
+def test_weights_of_16_bits(semantics, mode, device):
+    """With all bits kept a run is that of float32 weights, bit for bit; else it is near."""
+    start16 = start(dtype=torch.bfloat16, device=device)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in start16]
+    optimizer = make(semantics, start16, **mode)
+    reference = make(semantics, wide)
+    for step in range(20):
+        set_grads(start16, step)
+        for p, q in zip(start16, wide):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    weights = headroom.optim.master_weights(optimizer)
+    for p, q in zip(start16, wide):
+        if mode.get("master") in ("f32", "remainder16") and device == "cpu":
+            assert_same_bits([weights[p]], [q])
+        elif mode.get("master") in ("f32", "remainder16"):  # on a GPU sums take another order
+            torch.testing.assert_close(weights[p], q.detach(), rtol=1e-5, atol=0)
+        else:
+            bits_kept = 7 if mode == {"rounding": "stochastic"} else 13
+            atol = 20 * 2.0**-bits_kept * max(q.abs().max().item(), 1e-2)
+            torch.testing.assert_close(weights[p], q.detach(), rtol=0, atol=atol)
+
+
+@BOTH
+def test_states_widen_and_survive_a_change_of_precision(semantics):
+    """Statistics that torch kept in bfloat16 become float32, and float32 ones stay."""
+    params = start(dtype=torch.bfloat16)
+    theirs = make(semantics, params, False)
+    train(params, theirs, range(2))
+    ours = make(semantics, params)
+    ours.load_state_dict(theirs.state_dict())
+    for p in params:
+        for name, value in ours.state[p].items():
+            assert value.dtype == (torch.float64 if name == "step" else torch.float32)
+            assert torch.equal(value.float(), torch.as_tensor(theirs.state[p][name]).float())
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    again = make(semantics, wide)
+    again.load_state_dict(ours.state_dict())
+    for p, q in zip(params, wide):
+        assert_same_bits(ours.state[p].values(), again.state[q].values())
+
+
+@pytest.mark.parametrize("semantics", ["torch", "hf"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((8, 4), (4, 8)),
+        ((8, 4), (32,)),
+        ((32,), (8, 4)),
+        ((32,), (16,)),
+        ((8, 8), (64,)),
+        ((2, 3, 4), (6, 8)),  # as many rows and columns
+        ((2, 3, 4), (4, 6, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True], ids=["table", "lists"])
+def test_statistics_of_another_shape_are_refused(before, after, semantics, transposed, device):
+    """After ``weight.data`` was replaced. AdamW raises, too."""
+    other = torch.nn.Parameter(torch.randn(5, 3, device=device))
+    param = torch.nn.Parameter(torch.randn(before, device=device))
+    optimizer = ADAFACTOR([("other", other), ("weight", param)], semantics=semantics)
+    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = torch.randn(after, device=device)
+    if transposed:
+        other.data = other.data.t().contiguous().t()
+    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
+    tensors = [other, param, *(t for entry in optimizer.state.values() for t in entry.values())]
+    kept = [tensor.detach().clone() for tensor in tensors]
+    with pytest.raises(RuntimeError, match=r"parameter 'weight'.*shape"):
+        optimizer.step()
+    assert all(map(torch.equal, tensors, kept))
+    assert sum(map(len, optimizer.state.values())) == len(kept) - 2  # nothing was made
+    del optimizer.state[param]
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1

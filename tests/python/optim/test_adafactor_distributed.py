@@ -4,18 +4,9 @@ The functions without `test_` in their name run on both ranks (helpers/ranks.py)
 added in another order than in one process, so a sharded run is that of one process to rounding.
 """
 
-import copy
-
 import headroom
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from helpers.mesh import RESUMMED, mesh
@@ -108,39 +99,7 @@ def test_shards_are_the_whole(ranks, options):
     ranks(shards_are_the_whole, options)
 
 
-def sixteen_bits(rank, options, mode, differing):
-    """Weights as float32, joined from what is stored: the share that may differ by rounding."""
-    parts = [torch.nn.Parameter(shard(v.bfloat16(), dim)) for v, (_, dim) in zip(values(0), PARTS)]
-    wholes = [torch.nn.Parameter(v.bfloat16()) for v in values(0)]
-    sharded = parts, ADAFACTOR(parts, **options, **mode)
-    single = wholes, ADAFACTOR(wholes, **options, **mode)
-    for seed in range(1, 5):
-        step(sharded, single, seed)
-    joined = [headroom.optim.master_weights(optimizer) for _, optimizer in (sharded, single)]
-    mine = torch.cat([full(joined[0][p]).flatten() for p in parts])
-    its = torch.cat([joined[1][p].flatten() for p in wholes])
-    moved = mine - torch.cat([v.bfloat16().float().flatten() for v in values(0)])
-    assert moved.abs().mean() > 2e-5
-    wrong = ~torch.isclose(mine, its, **RESUMMED)
-    assert wrong.float().mean() <= differing
-    torch.testing.assert_close(mine, its, rtol=2**-7, atol=2**-12)  # one step of bfloat16
-
-
 # A sum that differs in its last bit may round the other way, seldom.
-@pytest.mark.parametrize(
-    "mode, differing",
-    [
-        ({"master": "f32"}, 0),
-        ({"master": "remainder16"}, 0),
-        ({"master": "remainder8"}, 0.01),
-        ({"rounding": "kahan"}, 0.01),
-        ({"rounding": "stochastic", "seed": 3}, 0.01),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
-def test_weights_in_16_bits(ranks, mode, differing):
-    for options in (OPTIONS["torch"], OPTIONS["momentum"]):
-        ranks(sixteen_bits, options, mode, differing)
 
 
 def found_inf(rank, options):
@@ -155,41 +114,3 @@ def found_inf(rank, options):
 
 def test_an_overflow_changes_nothing(ranks):
     ranks(found_inf, OPTIONS["hf"])
-
-
-def checkpoint(rank, options, folder):
-    """Saved by one process's optimizer, loaded as shards, and the other way round."""
-    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 3))
-    single = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 3))
-    single.load_state_dict(model.state_dict())
-    fully_shard(model, mesh=mesh())
-    optimizer = ADAFACTOR(model.parameters(), **options)
-    other = ADAFACTOR(single.parameters(), **options)
-    batch = torch.randn(8, 30, generator=torch.Generator().manual_seed(5))
-
-    def train():
-        for each, opt in ((model, optimizer), (single, other)):
-            each(batch).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        for p, q in zip(model.parameters(), single.parameters()):
-            torch.testing.assert_close(full(p), q, **RESUMMED)
-
-    train()
-    train()
-    state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optimizer": state}, checkpoint_id=folder)
-    train()
-    dcp.load({"optimizer": state}, checkpoint_id=folder)
-    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    given = copy.deepcopy(get_optimizer_state_dict(single, other)) if rank == 0 else {}
-    set_optimizer_state_dict(model, optimizer, given, options=whole)
-    train()
-    fresh = ADAFACTOR(model.parameters(), **options)
-    set_optimizer_state_dict(model, fresh, state)
-    assert all(fresh.state[p]["step"] == 2 for p in model.parameters())
-
-
-@EACH
-def test_distributed_checkpoints(ranks, options, tmp_path):
-    ranks(checkpoint, options, tmp_path)

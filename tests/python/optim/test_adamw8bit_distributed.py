@@ -16,7 +16,6 @@ from headroom.host.arena import in_arena
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -31,68 +30,15 @@ from helpers.sharded8bit import (
     CODES,
     OPTIONS,
     SMALL,
-    WHOLE_ROWS,
     Model,
     assert_same_shards,
     backward,
     named,
-    names_of,
     sharded,
     train,
 )
 
 pytestmark = pytest.mark.gloo
-
-
-def fsdp(rank, options):
-    model, single = sharded(), Model()
-    optimizer = ADAMW8BIT(model.parameters(), **OPTIONS, **options)
-    reference = ADAMW8BIT(single.parameters(), **OPTIONS, **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(model, step)
-        for name, p in named(model).items():
-            named(single)[name].grad = p.grad.full_tensor()
-        optimizer.step()
-        reference.step()
-    for name, p in named(model).items():
-        alone, keys = named(single)[name], names_of(name, optimizer, p)
-        for key in keys:
-            state = optimizer.state[p][key]
-            if key == "step":
-                assert state == 4
-                continue
-            assert isinstance(state, DTensor) and state.placements == p.placements
-            assert state.device_mesh == p.device_mesh
-            if key.endswith("absmax"):
-                rows = p.to_local().shape[0]
-                wanted = (rows, p.shape[1] // 256) if name in WHOLE_ROWS else (1, 1, 5)  # of 4 rows
-                assert state.to_local().shape == wanted
-            else:
-                assert state.shape == p.shape and state.to_local().shape == p.to_local().shape
-        if name != "odd":
-            assert_same_bits(whole([p]), [alone])
-            assert_same_bits(
-                whole(optimizer.state[p][key] for key in keys),
-                [reference.state[alone][key] for key in keys],
-            )
-        else:
-            # Blocks of each shard: as if the shard were a tensor of its own.
-            torch.testing.assert_close(p.full_tensor(), alone.detach(), rtol=0.1, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"nonfinite": "skip_element"},
-        {"nonfinite": "skip_step"},
-        {"max_grad_norm": 1e9},
-        {"bnb_exact": True},
-    ],
-)
-def test_fsdp2_has_the_bits_of_one_process(ranks, options):
-    ranks(fsdp, options)
 
 
 ON_HOST = CPUOffloadPolicy(pin_memory=False)  # which needs a GPU otherwise
@@ -295,27 +241,6 @@ def test_tensor_parallel_and_fsdp2(ranks, what, dims):
     ranks(what, dims)
 
 
-def mixed_precision(rank):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model, single = sharded(mp_policy=policy), Model()
-    for p in [*model.parameters(), *single.parameters()]:
-        p.grad_dtype = torch.bfloat16
-    optimizer, reference = (ADAMW8BIT(m.parameters(), **OPTIONS) for m in (model, single))
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step, torch.bfloat16)
-        for name, p in named(model).items():
-            named(single)[name].grad = p.grad.full_tensor()
-        optimizer.step()
-        reference.step()
-    for name in (*WHOLE_ROWS, *SMALL):
-        assert_same_bits(whole([named(model)[name]]), [named(single)[name]])
-
-
-def test_fsdp2_mixed_precision(ranks):
-    ranks(mixed_precision)
-
-
 def skip(rank, scaled, bad_rank):
     """A NaN in one shard: no byte moves on any rank, with a scaler or without."""
     model = sharded()
@@ -360,23 +285,6 @@ def randomness(rank):
 
 def test_shards_draw_different_numbers(ranks):
     ranks(randomness)
-
-
-def compiled(rank):
-    model, other = sharded(), sharded()
-    optimizer, reference = (ADAMW8BIT(m.parameters(), **OPTIONS) for m in (model, other))
-    step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
-    for k in range(2):
-        for m, run in ((model, step), (other, reference.step)):
-            m.zero_grad()
-            backward(m, k)
-            run()
-    assert_same_shards(model, optimizer, other, reference)
-
-
-@pytest.mark.slow
-def test_compiled_step_on_dtensors(ranks):
-    ranks(compiled)
 
 
 def reports(rank):

@@ -11,9 +11,7 @@ from helpers.bits import assert_same_bits, same_bits
 from helpers.layouts import LAYOUTS, rest_of_storage
 from helpers.optimizers8bit import (
     ADAMW8BIT,
-    OnLists,
     grads,
-    is_8bit,
     mixed,
     set_grads,
     start,
@@ -69,21 +67,6 @@ def test_a_parameter_that_is_moved_between_steps(first, later, device):
     assert_same_bits(states(optimizer), states(reference))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"code_rounding": "stochastic"}], ids=["", "stochastic"])
-def test_table_and_lists_give_the_same_bits(options, dtype, device):
-    one, two = (
-        mixed(device, ((70, 60), (5, 3), (0, 9), (), (5000,)), dtype, **options) for _ in "12"
-    )
-    for seed in range(4):
-        set_grads(one[0], seed)
-        set_grads(two[0], seed)
-        one[1].step()
-        with OnLists():
-            two[1].step()
-    assert_same_bits([*one[0], *states(one[1])], [*two[0], *states(two[1])])
-
-
 def test_threads_do_not_matter():
     runs = []
     for threads in (1, 2):
@@ -92,20 +75,6 @@ def test_threads_do_not_matter():
         params, optimizer = mixed("cpu", shapes, code_rounding="stochastic", max_grad_norm=1.0)
         for seed in range(2):
             set_grads(params, seed)
-            optimizer.step()
-        runs.append([*params, *states(optimizer)])
-    assert_same_bits(*runs)
-
-
-def test_expanded_gradients(device):
-    """As those of a sum: one number in memory for all elements."""
-    runs = []
-    for whole in (False, True):
-        params, optimizer = mixed(device)
-        for k in range(3):
-            for p in params:
-                grad = torch.tensor(0.5 + k, device=device).expand(p.shape)
-                p.grad = grad.clone(memory_format=torch.contiguous_format) if whole else grad
             optimizer.step()
         runs.append([*params, *states(optimizer)])
     assert_same_bits(*runs)
@@ -132,23 +101,6 @@ def test_empty_parameters(device):
         assert all(optimizer.state[p]["step"] == 2 for p in params)
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
-
-
-def test_tied_parameters_have_one_state(device):
-    embedding = torch.nn.Embedding(100, 50, device=device)
-    head = torch.nn.Linear(50, 100, bias=False, device=device)
-    head.weight = embedding.weight
-    model = torch.nn.Sequential(embedding, head)
-    alone = torch.nn.Parameter(embedding.weight.detach().clone())
-    optimizer, reference = ADAMW8BIT(model.parameters()), ADAMW8BIT([alone])
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(100, device=device)).square().mean().backward()
-        alone.grad = embedding.weight.grad.clone()
-        optimizer.step()
-        reference.step()
-    assert len(optimizer.state) == 1 and is_8bit(optimizer, embedding.weight)
-    assert_same_bits([alone, *states(reference)], [head.weight, *states(optimizer)])
 
 
 def test_overlapping_parameters_are_refused(device):

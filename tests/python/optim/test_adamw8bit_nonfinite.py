@@ -4,14 +4,12 @@ import headroom
 import pytest
 import torch
 
-from helpers.bits import assert_same_bits
+from helpers.optimizer_suite import OnLists
 from helpers.optimizers8bit import (
-    OnLists,
     mixed,
     run,
     set_grads,
     snapshot,
-    states,
     unchanged,
 )
 
@@ -87,35 +85,3 @@ def test_propagate_spoils_the_block(device):
         [1]
     ]
     assert params[1].isfinite().all() and optimizer.measured is None
-
-
-@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element", "propagate"])
-def test_a_given_found_inf_skips_the_step(nonfinite, device):
-    params, optimizer = run(*mixed(device, nonfinite=nonfinite))
-    before = snapshot(optimizer)
-    optimizer.found_inf = torch.ones((), device=device)
-    set_grads(params, 9)
-    optimizer.step()
-    assert unchanged(optimizer, before)
-    optimizer.found_inf.zero_()
-    optimizer.step()
-    assert not unchanged(optimizer, before) and optimizer.found_inf == 0
-
-
-@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element", "propagate"])
-def test_max_grad_norm(nonfinite, device):
-    """Clipped as one vector, of both kinds, and a step with a bad gradient changes nothing."""
-    params, optimizer = mixed(device, nonfinite=nonfinite, max_grad_norm=0.5)
-    alike, plain = mixed(device, nonfinite=nonfinite)
-    for k in range(3):
-        set_grads(params, k)
-        set_grads(alike, k)
-        before = headroom.clip_grad_norm_(alike, 0.5)
-        optimizer.step()
-        plain.step()
-        assert optimizer.grad_norm == before
-    assert_same_bits([*params, *states(optimizer)], [*alike, *states(plain)])
-    now = snapshot(optimizer)
-    params[1].grad[0, 0] = float("nan")
-    optimizer.step()
-    assert unchanged(optimizer, now) and optimizer.grad_norm.isnan()

@@ -1,14 +1,9 @@
-"""headroom.optim.Adam8bit and AdamW8bit: arguments, which moments have 8 bits, what they do to
-training. What holds for every optimizer is tested beside AdamW's (NAMES in helpers/twins.py,
-EIGHT_BIT in test_compile.py, and so on)."""
-
-import inspect
+"""Adam8bit and AdamW8bit: which moments have 8 bits, and what they do to training."""
 
 import headroom
 import pytest
 import torch
 
-from helpers.bad_arguments import BAD_OPTIONS, BAD_PARAMS, raised, shared
 from helpers.bits import assert_same_bits, same_bits
 from helpers.optimizers8bit import (
     ADAM8BIT,
@@ -18,103 +13,12 @@ from helpers.optimizers8bit import (
     mixed,
     run,
     set_grads,
-    states,
 )
 from helpers.parameters import parameter, with_grads
 from helpers.reference8bit import Sample, check_moments, check_params
 from helpers.samples import FLOATS
 
-THEIRS = {ADAM8BIT: torch.optim.Adam, ADAMW8BIT: torch.optim.AdamW}
-OPTIONS = {
-    "optim_bits": 8,
-    "min_8bit_size": 4096,
-    "block_size": 256,
-    "bnb_exact": False,
-    "code_rounding": "nearest",
-    "seed": 0,
-    "nonfinite": "propagate",
-}
-
-
 # ---- Construction --------------------------------------------------------------------------------
-
-
-def test_arguments_are_torchs_and_more():
-    ours, adams = (inspect.signature(of).parameters for of in (ADAM8BIT, headroom.optim.Adam))
-    more = [name for name in OPTIONS if name not in ("optim_bits", *adams)]  # the first: of groups
-    assert list(ours) == [name for name in adams if name != "state_dtype"] + more
-    assert {name: ours[name].default for name in more} == {name: OPTIONS[name] for name in more}
-    for name in set(ours) - set(more):
-        assert (ours[name].default, ours[name].kind) == (adams[name].default, adams[name].kind)
-    adamw, wanted = (inspect.signature(of).parameters for of in (ADAMW8BIT, torch.optim.AdamW))
-    for name in list(wanted)[:6]:
-        assert adamw[name].default == wanted[name].default and adamw[name].kind == wanted[name].kind
-
-
-@CLASSES
-def test_groups_have_torchs_keys_and_more(cls):
-    ours, theirs = (of([parameter(2)]) for of in (cls, THEIRS[cls]))
-    assert ours.defaults == theirs.defaults | OPTIONS
-    keys = {key for key in ours.param_groups[0] if key != "params"}
-    assert keys == set(ours.defaults) and isinstance(ours, headroom.optim.Adam)
-
-
-@CLASSES
-@pytest.mark.parametrize("options", BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_bad_options_raise_torchs_errors(cls, options):
-    assert raised(cls, [shared], **options) == raised(THEIRS[cls], [shared], **options)
-
-
-@pytest.mark.parametrize("params", BAD_PARAMS.values(), ids=BAD_PARAMS)
-def test_bad_parameters_raise_torchs_errors(params):
-    assert raised(ADAMW8BIT, params()) == raised(torch.optim.AdamW, params())
-
-
-REFUSED = {
-    "amsgrad": ({"amsgrad": True}, ValueError, "does not support amsgrad=True"),
-    "lr": ({"lr": float("inf")}, ValueError, "learning rate"),
-    "min_8bit_size": ({"min_8bit_size": -1}, ValueError, "min_8bit_size must be >= 0, got -1"),
-    "min_8bit_size None": ({"min_8bit_size": None}, TypeError, "min_8bit_size must be a number"),
-    "block_size 256.0": ({"block_size": 256.0}, ValueError, r"as an int, got 256\.0"),
-    "block_size": ({"block_size": 100}, ValueError, r"block_size must be one of \(64, .*got 100"),
-    "seed": ({"seed": 2**32}, ValueError, r"seed must be from 0 to 2\^32 - 1, got 4294967296"),
-    "seed -1": ({"seed": -1}, ValueError, "seed must be from 0"),
-    "seed 0.5": ({"seed": 0.5}, ValueError, "seed must be from 0"),
-    "nonfinite": ({"nonfinite": "ignore"}, ValueError, "one of .*'skip_step'.*got 'ignore'"),
-    "bnb_exact, blocks": ({"bnb_exact": True, "block_size": 64}, ValueError, "block_size=256"),
-    "bnb_exact, random": (
-        {"bnb_exact": True, "code_rounding": "stochastic"},
-        ValueError,
-        "code_rounding='nearest'",
-    ),
-    "bnb_exact, elements": (
-        {"bnb_exact": True, "nonfinite": "skip_element"},
-        ValueError,
-        "rule of its own",
-    ),
-    "differentiable": ({"differentiable": True}, RuntimeError, "AdamW8bit .* differentiable=True"),
-    "max_grad_norm": ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
-}
-
-
-@pytest.mark.parametrize("options, error, words", REFUSED.values(), ids=REFUSED)
-def test_bad_options_of_its_own(options, error, words):
-    with pytest.raises(error, match=words):
-        ADAMW8BIT([shared], **options)
-    good = ADAMW8BIT([shared])
-    with pytest.raises(error, match=words):
-        good.add_param_group({"params": [parameter(2)], **options})
-    assert len(good.param_groups) == 1
-
-
-def test_bad_options_of_groups():
-    with pytest.raises(ValueError, match="optim_bits must be 8 or 32, got 16"):
-        ADAMW8BIT([{"params": [shared], "optim_bits": 16}])
-    with pytest.raises(ValueError, match="nonfinite holds for all groups"):
-        ADAMW8BIT([{"params": [shared], "nonfinite": "skip_step"}])
-    for cls, name in ((ADAMW8BIT, "decoupled_weight_decay"), (ADAM8BIT, "state_dtype")):
-        with pytest.raises(TypeError, match=name):
-            cls([shared], **{name: None})
 
 
 # ---- Which moments have 8 bits -------------------------------------------------------------------
@@ -282,19 +186,3 @@ def test_training_reaches_the_loss_of_float32_moments(device):
     theirs, ours = (torch.stack(losses[cls]).double() for cls in losses)
     assert ours[-1] < ours[0] / 1000
     assert (ours - theirs).abs().max() < 0.01 * ours[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_tensor_lr_is_that_of_both_kinds(dtype, device):
-    lr = torch.tensor(0.25, dtype=dtype, device=device)
-    params, optimizer = mixed(device, lr=lr)
-    alike, plain = mixed(device, lr=0.25)
-    for k in range(3):
-        set_grads(params, k)
-        set_grads(alike, k)
-        optimizer.step()
-        plain.step()
-        lr.div_(2)
-        plain.param_groups[0]["lr"] /= 2
-    assert_same_bits([*params, *states(optimizer)], [*alike, *states(plain)])
-    assert optimizer.param_groups[0]["lr"] is lr

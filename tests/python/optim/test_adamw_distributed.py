@@ -29,8 +29,11 @@ EITHER = pytest.mark.parametrize(  # the second with 8-bit moments for two of fi
 
 
 def ddp(rank, cls, options, as_view):
+    """With states here, or on the host of each rank, in pieces."""
     model = DistributedDataParallel(Model(), gradient_as_bucket_view=as_view)
     optimizer = cls(model.parameters(), **options)
+    if as_view:
+        headroom.optim.offload(optimizer, bucket_bytes=256)
     single = Model()
     reference = cls(single.parameters(), **options)
     for step in range(4):
@@ -48,6 +51,7 @@ def ddp(rank, cls, options, as_view):
         reference.step()
     assert_same_bits(model.parameters(), single.parameters())
     assert_same_state(optimizer, reference)
+    headroom.state.check_same_state(optimizer)
 
 
 @EITHER
@@ -56,58 +60,7 @@ def test_ddp_has_the_bits_of_one_process(ranks, cls, options, as_view):
     ranks(ddp, cls, options, as_view)
 
 
-def paged_ddp(rank, cls, options):
-    """States on the host of each rank, in pieces, beside states that stay."""
-    nets = [DistributedDataParallel(Model()) for _ in range(2)]
-    optimizers = [cls(net.parameters(), **options) for net in nets]
-    headroom.optim.offload(optimizers[1], bucket_bytes=256)
-    for step in range(4):
-        for net, optimizer in zip(nets, optimizers):
-            backward(net, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(*(net.parameters() for net in nets))
-    assert_same_state(*optimizers)
-    headroom.state.check_same_state(optimizers[1])
-
-
-@EITHER
-def test_ddp_with_states_on_the_host(ranks, cls, options):
-    ranks(paged_ddp, cls, options)
-
-
 # ---- FSDP2 ---------------------------------------------------------------------------------------
-
-
-def fsdp(rank, options):
-    model, unsharded = sharded(), Model()
-    optimizer = ADAMW(model.parameters(), **OPTIONS, **options)
-    reference = ADAMW(unsharded.parameters(), **OPTIONS, **options)
-    rows = [p.to_local().shape[0] for p in model.parameters()]
-    assert rows == ([2, 3, 3, 1, 1] if rank == 0 else [1, 2, 2, 0, 0])
-    for step in range(4):
-        backward(model, rank, step)
-        for p, q in zip(model.parameters(), unsharded.parameters()):
-            q.grad = p.grad.full_tensor()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-    assert_same_bits(whole(model.parameters()), unsharded.parameters())
-    names = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options.get("amsgrad", False)
-    assert_same_state(optimizer, reference, names)
-    for p in model.parameters():
-        assert type(optimizer.state[p]["step"]) is torch.Tensor
-        for name in names[1:]:
-            state = optimizer.state[p][name]
-            assert isinstance(state, DTensor)
-            assert state.placements == p.placements and state.device_mesh == p.device_mesh
-            assert state.shape == p.shape and state.to_local().shape == p.to_local().shape
-            assert state.dtype == options.get("state_dtype", p.dtype)
-
-
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}])
-def test_fsdp2_has_the_bits_of_the_unsharded_step(ranks, options):
-    ranks(fsdp, options)
 
 
 def fsdp_against_torch(rank):
@@ -161,28 +114,6 @@ def mixed_precision(rank, param, compute, grad):
 )
 def test_fsdp2_mixed_precision(ranks, param, compute, grad):
     ranks(mixed_precision, param, compute, grad)
-
-
-def clipping(rank):
-    model, unsharded = sharded(), Model()
-    optimizer = ADAMW(model.parameters(), **OPTIONS)
-    reference = ADAMW(unsharded.parameters(), **OPTIONS)
-    for step in range(3):
-        backward(model, rank, step)
-        before = whole(p.grad for p in model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        assert norm.full_tensor() > 1e-3
-        for p, q, full in zip(model.parameters(), unsharded.parameters(), before):
-            q.grad = p.grad.full_tensor()
-            assert not torch.equal(q.grad, full)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-    assert_same_bits(whole(model.parameters()), unsharded.parameters())
-
-
-def test_clip_grad_norm_before_the_step(ranks):
-    ranks(clipping)
 
 
 def released(rank, cls, options, clip):
@@ -254,13 +185,15 @@ PLACEMENTS = {"row": Shard(0), "column": Shard(1), "replicate": Replicate(), "pa
 
 
 def by_hand(rank, param_placement, grad_placement):
+    """Beside a plain parameter in their group."""
     placement, grad_placement = PLACEMENTS[param_placement], PLACEMENTS[grad_placement]
     values = torch.randn(2, 5, 3)  # the same on both ranks
-    unsharded = torch.nn.Parameter(values[0].clone())
+    unsharded, plain = (torch.nn.Parameter(values[0].clone()) for _ in range(2))
     param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [placement]))
-    optimizer, reference = ADAMW([param], **OPTIONS), ADAMW([unsharded], **OPTIONS)
+    optimizer, reference = ADAMW([plain, param], **OPTIONS), ADAMW([unsharded], **OPTIONS)
     for step in range(3):
         unsharded.grad = values[1] * (step + 1)
+        plain.grad = unsharded.grad.clone() if step < 2 else None
         if grad_placement.is_partial():
             local = unsharded.grad * (0.25 if rank == 0 else 0.75)
             unsharded.grad = unsharded.grad * 0.25 + unsharded.grad * 0.75
@@ -273,8 +206,9 @@ def by_hand(rank, param_placement, grad_placement):
         assert param.grad is grad and grad.placements == (grad_placement,)
     assert param.placements == (placement,)
     assert_same_bits(whole([param]), [unsharded])
-    assert_same_state(optimizer, reference)
+    assert_same_bits(whole(optimizer.state[param].values()), reference.state[unsharded].values())
     assert optimizer.state[param]["exp_avg"].placements == (placement,)
+    assert optimizer.state[plain]["step"] == 2
 
 
 @pytest.mark.parametrize("grad", PLACEMENTS)
@@ -283,31 +217,11 @@ def test_dtensors_made_by_hand(ranks, param, grad):
     ranks(by_hand, param, grad)
 
 
-def mixed_group(rank):
-    """Plain parameters and DTensors in one group."""
-    values = torch.randn(2, 4, 3)
-    plain = torch.nn.Parameter(values[0].clone())
-    param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [Shard(0)]))
-    optimizer = ADAMW([plain, param], **OPTIONS)
-    for _ in range(2):
-        plain.grad = values[1].clone()
-        param.grad = distribute_tensor(values[1], mesh(), [Shard(0)])
-        optimizer.step()
-    assert_same_bits(whole([param]), [plain])
-    plain.grad = None
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 3 and optimizer.state[plain]["step"] == 2
-
-
-def test_plain_parameters_and_dtensors_in_one_group(ranks):
-    ranks(mixed_group)
-
-
-def compiled(rank):
-    values = torch.randn(2, 5, 3)
+def compiled(rank, cls, options):
+    values = torch.randn(2, 6, 256)
     unsharded = torch.nn.Parameter(values[0].clone())
     param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [Shard(0)]))
-    optimizer, reference = ADAMW([param], **OPTIONS), ADAMW([unsharded], **OPTIONS)
+    optimizer, reference = cls([param], **options), cls([unsharded], **options)
     step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
     for k in range(3):
         unsharded.grad = values[1] * (k + 1)
@@ -318,8 +232,9 @@ def compiled(rank):
     assert_same_state(optimizer, reference)
 
 
-def test_compiled_step_on_dtensors(ranks):
-    ranks(compiled)
+@EITHER
+def test_compiled_step_on_dtensors(ranks, cls, options):
+    ranks(compiled, cls, options)
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------

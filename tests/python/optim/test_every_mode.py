@@ -11,7 +11,7 @@ from helpers.bits import assert_same_bits
 from helpers.compiled import compile_step, graphs
 from helpers.mesh import RESUMMED, mesh, whole
 from helpers.modes import EVERY, IN_EVERY_WAY, entries
-from helpers.optimizers8bit import OnLists
+from helpers.optimizer_suite import OnLists
 
 QUICK = [  # the others take seconds each
     name if name in IN_EVERY_WAY else pytest.param(name, marks=pytest.mark.slow) for name in EVERY
@@ -72,11 +72,11 @@ def test_a_released_step_has_the_bits_of_the_ordinary_one(name, bucket_bytes):
 
 
 def blocks():
-    """A model whose shards on two ranks are whole blocks of 8-bit moments."""
+    """A model whose shards on two ranks are whole blocks of 8-bit moments, of which the first has
+    more, or all."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(256, 6), nn.Tanh(), nn.Linear(6, 256, bias=False)).to(
-        torch.bfloat16
-    )
+    layers = nn.Linear(256, 5), nn.Tanh(), nn.Linear(5, 256, bias=False), nn.Linear(256, 1)
+    return nn.Sequential(*layers).to(torch.bfloat16)
 
 
 def sharded(rank, name):
@@ -103,6 +103,10 @@ def sharded(rank, name):
                 torch.testing.assert_close(param, want, rtol=2**-6, atol=2e-3)
             continue
         assert_same_bits(whole(model.parameters()), expected)
+        for param in model.parameters():
+            for key, value in optimizer.state[param].items():
+                is_like = value.shape == param.shape and key != "step"
+                assert not is_like or value.placements == param.placements
         weights = headroom.optim.master_weights(optimizer).values()
         assert_same_bits(whole(weights), headroom.optim.master_weights(single).values())
         for entry, want in zip(entries(optimizer), entries(single)):

@@ -465,46 +465,6 @@ def test_no_step_is_part_of_a_graph(fresh_dynamo):
 # ---- states --------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_checkpoints_of_torch(cls):
-    """Load; and torch goes on from ours."""
-    ours, theirs = matrices(), matrices()
-    reference, optimizer = torch.optim.Muon(theirs, lr=0.02), cls(ours, lr=0.1)
-    run(reference, theirs, range(2))
-    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    assert optimizer.param_groups[0]["lr"] == 0.02 and optimizer.param_groups[0]["use_muon"]
-    for param, other in zip(ours, theirs):
-        param.data.copy_(other)
-    run(reference, theirs, range(2, 4))
-    run(optimizer, ours, range(2, 4))
-    for param, other in zip(ours, theirs):
-        torch.testing.assert_close(param, other, rtol=0, atol=2e-3)
-    if cls is Muon:
-        again = torch.optim.Muon(ours)
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        run(again, ours, range(4, 5))
-        run(reference, theirs, range(4, 5))
-        for param, other in zip(ours, theirs):
-            torch.testing.assert_close(param, other, rtol=0, atol=3e-3)
-
-
-@BOTH
-def test_a_resumed_run_goes_on(cls, tmp_path):
-    model, other = Gpt().to(torch.bfloat16), Gpt().to(torch.bfloat16)
-    other.load_state_dict(model.state_dict())
-    options = {"master": "remainder16"} | ({"min_8bit_size": 0} if cls is Muon8bit else {})
-    going, stopped = cls(model, **options), cls(other, **options)
-    run(going, list(model.parameters()), range(3))
-    run(stopped, list(other.parameters()), range(2))
-    headroom.save_state(tmp_path / "run", model=other, optimizer=stopped)
-    fresh = Gpt().to(torch.bfloat16)
-    resumed = cls(fresh, **options)
-    headroom.load_state(tmp_path / "run", model=fresh, optimizer=resumed)
-    run(resumed, list(fresh.parameters()), range(2, 3))
-    for param, other in zip(model.parameters(), fresh.parameters()):
-        assert torch.equal(param, other)
-
-
 def test_all_in_a_bfloat16_matrix_takes_seven_bytes():
     (owner,) = matrices(torch.bfloat16, [(512, 512)])
     optimizer = Muon8bit([owner], master="remainder16")
@@ -531,23 +491,6 @@ def test_codes_of_a_convolution_whose_memory_order_changed(master):
         weights.append(again[0].weight)
     assert weights[1].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(*weights) and not torch.equal(weights[0], first[0].weight)
-
-
-def test_no_step_where_a_gradient_is_infinite():
-    """With a limit of the norm nothing changes, neither weights nor moments nor row means."""
-    owners = matrices()
-    optimizer = Muon(owners, max_grad_norm=1.0, normuon=0.9)
-    run(optimizer, owners, range(1))
-    before = [p.detach().clone() for p in owners]
-    states = copy.deepcopy([optimizer.state[p] for p in owners])
-    set_grads(1, owners)
-    owners[2].grad[3, 4] = float("inf")
-    optimizer.step()
-    assert all(map(torch.equal, before, owners))
-    for param, state in zip(owners, states):
-        for name, value in state.items():
-            assert torch.equal(optimizer.state[param][name], value)
-    assert optimizer._skips.total() == 1
 
 
 # ---- plans ---------------------------------------------------------------------------------------

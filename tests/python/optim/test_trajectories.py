@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from helpers.bits import bits
+from helpers.optimizer_suite import Twins, named, rows
 from helpers.parameters import parameter
 from helpers.reference import reference_step
 from helpers.samples import DEFAULTS, Sample
-from helpers.torch_pairs import NAMES
-from helpers.twins import NAMES as TWINS
-from helpers.twins import Twins
 
 TRAJECTORIES = {
     "defaults": {},
@@ -25,21 +23,21 @@ TRAJECTORIES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cls", [headroom.optim.AdamW, headroom.optim.Adam])
 @pytest.mark.parametrize("options", TRAJECTORIES.values(), ids=TRAJECTORIES)
-def test_200_steps_follow_torch(name, options, device):
+def test_200_steps_follow_torch(cls, options, device):
     """Gradients are given, so rounding errors add up and nothing magnifies them: each of 200 steps
     may add half an ulp of the parameter (2^-24) and a few of the update (lr)."""
-    twins = Twins(((31,), (5, 4), ()), name=name, device=device, **options)
+    twins = Twins(named(cls), ((31,), (5, 4), ()), device=device, **options)
     twins.step(200)
     lr = options.get("lr", 1e-2)
     twins.check(rtol=200 * 2**-24, atol=200 * 2**-22 * lr + 2**-21)
 
 
-@pytest.mark.parametrize("name", TWINS)
+@rows(lambda row: row.cls in (headroom.optim.AdamW, headroom.optim.AdamW8bit))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_200_steps_with_a_tensor_lr(dtype, name, device):
-    twins = Twins(name=name, device=device)
+def test_200_steps_with_a_tensor_lr(dtype, row, device):
+    twins = Twins(row, device=device)
     lrs = [torch.tensor(1e-2, dtype=dtype, device=device) for _ in range(2)]
     for (_, optimizer), lr in zip(twins.sides(), lrs):
         optimizer.param_groups[0]["lr"] = lr

@@ -291,24 +291,6 @@ def test_master_weights_of_a_model_is_a_state_dict():
         assert torch.equal(value, weights[name])
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(master="f16"), "master must be one of"),
-        (dict(rounding="up"), "rounding must be one of"),
-        (dict(master="f32", rounding="stochastic"), "does not go with"),
-        (dict(master="remainder16", rounding="kahan"), "does not go with"),
-        (dict(rounding="stochastic", seed=-1), "seed must be"),
-        (dict(rounding="stochastic", seed=2**32), "seed must be"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdamW(parameters(start()), **options)
-    with pytest.raises(ValueError, match=message):
-        AdamW([dict(params=parameters(start()), **options)])
-
-
 def test_bad_parameters_and_states():
     with pytest.raises(ValueError, match="needs bfloat16"):
         AdamW(parameters(start(), torch.float16), master="remainder16")
@@ -379,8 +361,3 @@ def test_8_bit_moments_and_weights_take_six_bytes():
         size = sum(t.untyped_storage().nbytes() for t in live) / param.numel()
         assert size <= wanted
         assert f"{size - 2:.2f} bytes for each" in repr(optimizer)
-
-
-def test_bnb_exact_has_a_rounding_of_its_own():
-    with pytest.raises(ValueError, match="bnb_exact"):
-        AdamW8bit(parameters(start()), bnb_exact=True, master="remainder16")
