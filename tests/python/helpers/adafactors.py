@@ -20,7 +20,6 @@ CASES = {
     "hf fine-tuning": ("hf", MANUAL | {"scale_parameter": False, "weight_decay": 0.1}),
     "hf momentum": ("hf", MANUAL | {"beta1": 0.9, "clip_threshold": 0.5, "decay_rate": -0.6}),
 }
-EACH = pytest.mark.parametrize("semantics, options", CASES.values(), ids=CASES)
 BOTH = pytest.mark.parametrize("semantics", ["torch", "hf"])
 
 

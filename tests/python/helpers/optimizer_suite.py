@@ -75,8 +75,7 @@ class Row(NamedTuple):
         nothing that it could remember."""
         if not self.follows:
             return afresh(self.cls)(params, **copy.deepcopy(self.options) | options)
-        loop = {} if self.theirs in (HF, torch.optim.Muon) else {"foreach": False}
-        return self.theirs(params, **self.options | options, **loop)
+        return self.theirs(params, foreach=False, **self.options | options)
 
 
 def afresh(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -145,7 +144,6 @@ def rows(which=lambda row: True):
 
 
 EACH = rows()
-FOLLOWED = rows(lambda row: row.follows)
 WITH_CODES = rows(lambda row: row.wide)
 
 

@@ -24,7 +24,7 @@ from helpers.bits import assert_same_bits, special
 from helpers.dcp import loaded, saved
 from helpers.mesh import mesh, whole
 from helpers.modes import Mode
-from helpers.sharded8bit import Model, backward, named, sharded, train
+from helpers.sharded8bit import Model, assert_same_shards, backward, named, sharded, train
 
 pytestmark = pytest.mark.gloo
 ADAM, CODES = {"lr": 1e-2, "weight_decay": 0.1}, {"min_8bit_size": 1000}
@@ -41,18 +41,6 @@ ROWS = {
 }
 EACH = pytest.mark.parametrize("name", ROWS)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def assert_same_shards(model, optimizer, other, other_optimizer):
-    """Local parts, byte for byte."""
-    for name, p in named(model).items():
-        q = named(other)[name]
-        assert_same_bits([p.to_local()], [q.to_local()])
-        left, right = optimizer.state[p], other_optimizer.state[q]
-        assert left.keys() == right.keys()
-        for key, value in left.items():
-            assert type(value) is type(right[key]) and value.shape == right[key].shape
-            assert_same_bits([local_part(value)], [local_part(right[key])])
 
 
 # ---- distributed checkpoints ---------------------------------------------------------------------

@@ -236,10 +236,10 @@ def test_loading_and_saving_leave_what_is_given_alone(row, device):
 
     def mark(_, state):
         note("before load", state["state"])
-        marked = {
-            k: state["state"][k] | {"mark": torch.ones(2)} for k in (1,) if k in state["state"]
-        }
-        return state | {"state": state["state"] | marked}
+        entries = dict(state["state"])
+        if 1 in entries:
+            entries[1] = entries[1] | {"mark": torch.ones(2)}
+        return state | {"state": entries}
 
     optimizer.register_state_dict_pre_hook(lambda o: seen.append("before save"))
     optimizer.register_state_dict_post_hook(lambda o, state: note("after save", state["state"]))

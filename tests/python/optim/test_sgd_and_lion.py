@@ -121,15 +121,6 @@ def test_sgd_without_momentum_keeps_no_state():
     assert optimizer.state_dict()["state"].keys() <= {0, 1, 2}
 
 
-@EACH
-def test_states_on_the_host_change_no_bit(cls, options):
-    ours, theirs = params(), params()
-    resident, offloaded = cls(ours, **options), cls(theirs, offload="state", **options)
-    run(resident, ours, range(3))
-    run(offloaded, theirs, range(3))
-    assert_same_bits(ours, theirs)
-
-
 @pytest.mark.parametrize("budget", [None, "1 MiB"])
 def test_without_momentum_nothing_is_on_the_host(budget):
     """Beside parameters with a state, in groups that come later, and alone."""
@@ -172,11 +163,11 @@ def test_stalled_weights_of_the_last_step_are_counted(momentum, release):
         optimizer.stalled_fraction()
     if release:
         headroom.release_gradients(model, optimizer)
-    for _ in range(2):
-        model.weight[:4].sum().backward()
+    for rows in (4, 8):
+        model.weight[:rows].sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.stalled_fraction() == 0.5
+        assert optimizer.stalled_fraction() == rows / 8
 
 
 @pytest.mark.parametrize("master, size", [(None, 3.02), ("remainder16", 5.02)])
@@ -185,15 +176,6 @@ def test_bytes_of_8_bits(cls, options, master, size):
     param = nn.Parameter(torch.zeros(1000, 1000, dtype=torch.bfloat16))
     (row,) = cls([param], master=master, **options).memory()
     assert row.bytes_per_parameter + 2 == pytest.approx(size, abs=0.01)
-
-
-def test_8_bits_of_small_parameters_and_by_choice():
-    large, small, chosen = (nn.Parameter(torch.zeros(n)) for n in (5000, 100, 5000))
-    optimizer = Lion8bit([large, small, chosen])
-    optimizer.override(chosen, bits=32)
-    run(optimizer, [large, small, chosen], range(1))
-    dtypes = [optimizer.state[p]["exp_avg"].dtype for p in (large, small, chosen)]
-    assert dtypes == [torch.uint8, torch.float32, torch.float32]
 
 
 def test_8_bits_follow_32():

@@ -7,7 +7,17 @@ import headroom
 import pytest
 import torch
 from headroom._core import weight_modes
-from headroom.optim import AdamW, AdamW8bit, load_master_weights, master_weights
+from headroom.optim import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Lion8bit,
+    SGD8bit,
+    load_master_weights,
+    master_weights,
+)
 
 from helpers import training
 from helpers.modes import WEIGHTS as MODES
@@ -60,6 +70,12 @@ EIGHT_BIT = dict(min_8bit_size=64)
         (AdamW, dict(amsgrad=True, weight_decay=0.3, maximize=True)),
         (AdamW8bit, EIGHT_BIT),
         (AdamW8bit, dict(EIGHT_BIT, code_rounding="stochastic", nonfinite="skip_element")),
+        (SGD, dict(momentum=0.9, nesterov=True)),
+        (SGD8bit, dict(EIGHT_BIT, momentum=0.9)),
+        (Lion, dict(weight_decay=0.1)),
+        (Lion8bit, EIGHT_BIT),
+        (Adafactor, {}),
+        (Adafactor, dict(semantics="hf", beta1=0.9, relative_step=False)),
     ],
 )
 def test_weights_follow_those_of_float32_bit_for_bit(of, mode, options):
