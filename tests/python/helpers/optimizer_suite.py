@@ -138,9 +138,13 @@ ROWS = [
 
 
 def rows(which=lambda row: True):
-    """Parametrizes a test by the rows that it is for."""
-    chosen = [row for row in ROWS if which(row)]
-    return pytest.mark.parametrize("row", chosen, ids=[row.name for row in chosen])
+    """Parametrizes a test by the rows that it is for. AdamW inherits what it does from Adam, so the
+    default run asks it of AdamW alone."""
+    slow = dict.fromkeys((Adam, Adam8bit), pytest.mark.slow)
+    chosen = [
+        pytest.param(row, id=row.name, marks=slow.get(row.cls, ())) for row in ROWS if which(row)
+    ]
+    return pytest.mark.parametrize("row", chosen)
 
 
 EACH = rows()

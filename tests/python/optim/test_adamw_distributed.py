@@ -232,9 +232,10 @@ def compiled(rank, cls, options):
     assert_same_state(optimizer, reference)
 
 
-@EITHER
-def test_compiled_step_on_dtensors(ranks, cls, options):
-    ranks(compiled, cls, options)
+@pytest.mark.parametrize("eight_bit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_step_on_dtensors(ranks, eight_bit):
+    codes = headroom.optim.AdamW8bit, OPTIONS | {"min_8bit_size": 5}
+    ranks(compiled, *(codes if eight_bit else (ADAMW, OPTIONS)))
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------
