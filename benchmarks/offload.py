@@ -208,13 +208,13 @@ def _on_host(engine: Any, kind: str, shapes: Shapes, slot: int | None, **options
     """Returns an optimizer that is stepped on the host although its parameters are there, too: they
     stand for those of a device, whose checksums take no time."""
     from headroom.host import HostArena
-    from headroom.param_states.paging import Hosting, hosted
+    from headroom.param_states.paging import Hosting, written
 
     def note(brought: Any) -> None:
         for local, home in brought:
             home.sums = local
 
-    hosted.note, hosted.compare = note, lambda known, differs: differs.zero_()
+    written.note, written.compare = note, lambda known, differs: differs.zero_()
     optimizer = _optimizer(kind, shapes, BF16, step=False, **options)
     hosting = optimizer.paging = Hosting(HostArena(), None, slot)
     hosting.engine_of = lambda device: engine

@@ -33,9 +33,9 @@ def offload(
     up, part by part: while one is stepped, the gradients of the next and the weights of the one
     before are copied. The arena has a copy of the weights, too, so the device needs neither states
     nor a ring, and gradients of 16 bits are all that leaves it. With
-    :func:`headroom.release_gradients` this runs beside the backward pass; clipping and a scaler's
-    skipped steps are exact there, for which each state has a second place. Weights that are written
-    between steps are noticed by checksums, and fetched.
+    :func:`headroom.release_gradients` this runs beside the backward pass. Clipping and a scaler's
+    skipped steps are exact there, for which gradients wait on the host, and steps come after the
+    backward pass. Weights that are written between steps are noticed by checksums, and fetched.
 
     On the CPU, where host and device are one, ``"step"`` is ``"state"``, which makes sense with an
     arena in a file: the state is then on the disk.

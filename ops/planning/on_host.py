@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.overlap import laid_out
 from ..host.engine import Engine, Inline
+from ..host.ring import slots_with
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
-from ..param_states.paging.hosted import Hosting, Turn
-from ..param_states.paging.hosted_parts import Slots, divided
+from ..param_states.paging.hosted import Hosting
+from ..param_states.paging.hosted_parts import divided
 from ..param_states.paging.paged import Paging, Place, block_size_of
 from ..param_states.paging.parts import copied_bytes
+from ..param_states.paging.pipeline import Pipeline, Turn
 from ..param_states.plan import Bucket, Calls
 from .recorder import Recorder
 
@@ -88,78 +90,75 @@ class _Holding:
         return [(self._bucket, self._grads.clear)]
 
 
+class PlannedPipeline(Pipeline):
+    """Counts what a step on the host copies, of whole buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._away: deque[tuple[int, list[Tensor]]] = deque()  # parts, and their gradients
+        self._turns: list[Turn] = []  # whose gradients wait
+
+    def put_bucket(self, turn: Turn, parts: int) -> None:
+        """Lets gradients go down, which stay on the device as long as there are slots for more."""
+        bucket, host = turn.bucket, _host_of(turn)
+        if turn.packed is not None:
+            host.bytes_down += turn.packed.nbytes
+        for owner, grad in zip(bucket.owners, bucket.grads):
+            host.bytes_down += 0 if host.steps_in_place(owner) else grad.nbytes
+        self._away.append((parts, bucket.grads))
+        turn.bucket = bucket._replace(grads=[])
+        held = slots_with(host) if host.is_asynchronous else 0
+        while sum(parts for parts, _ in [*self._away][1:]) >= held and self._away:
+            self._away.popleft()
+        if turn.waits:
+            self._turns.append(turn)
+            return
+        self._arrive(turn)
+
+    def _arrive(self, turn: Turn) -> None:
+        host = _host_of(turn)
+        for owner, param, home in zip(turn.bucket.owners, turn.bucket.params, turn.homes):
+            host.bytes_up += 0 if host.steps_in_place(owner) else param.nbytes
+            self._brought.append((param, home))
+
+    def step_waiting(self) -> None:
+        self._away.clear()
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            self._arrive(turn)
+
+    def finish(self) -> None:
+        self._away.clear()
+        super().finish()
+
+
+def _host_of(turn: Turn) -> PlannedHost:
+    host: Any = turn.engine
+    return host
+
+
 class PlannedHosting(Hosting):
     """Counts what a step on the host copies, whose parts are not made either."""
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._made: list[Any] = []
-        self._count = 0  # of the parts of the latest bucket
-        self._leaving: deque[tuple[int, list[Tensor]]] = deque()  # parts, and their gradients
-
+    pipeline_type = PlannedPipeline
     arena: Any  # a PlannedHost, which is the engine, too
+    _pipeline: PlannedPipeline
+    _count = 0  # of the parts of the latest bucket
 
     def engine_of(self, device: torch.device) -> Engine:
         return self.arena
 
-    def _parts(
-        self,
-        bucket: Bucket,
-        homes: list[Any],
-        slots: Slots,
-        is_cut: list[bool],
-        block_size: int,
-    ) -> list[Any]:
-        self._count = len(divided(bucket.grads, slots.slot_bytes, is_cut))
+    def _parts(self, bucket: Bucket, *how: Any) -> list[Any]:
+        _, _, part_bytes, _, is_cut = how
+        self._count = len(divided(bucket.grads, part_bytes, is_cut))
         return []
 
     def _with(self, run: Turn, steps: Calls) -> Calls:
-        return [(run.bucket, partial(self._leave, run, self._count))]
+        return [(run.bucket, partial(self._put_bucket, run, self._count))]
 
-    def _leave(self, turn: Turn, parts: int) -> None:
-        """Lets gradients go down, which stay on the device as long as there are slots for more."""
-        self._checked(turn)
-        bucket = turn.bucket
-        if turn.packed is not None:
-            self.arena.bytes_down += turn.packed.nbytes
-        for owner, grad in zip(bucket.owners, bucket.grads):
-            self.arena.bytes_down += 0 if self.arena.steps_in_place(owner) else grad.nbytes
-        self._leaving.append((parts, bucket.grads))
-        turn.bucket = bucket._replace(grads=[])
-        held = len(turn.slots.slots) if self.arena.is_asynchronous else 0
-        while sum(parts for parts, _ in [*self._leaving][1:]) >= held and self._leaving:
-            self._leaving.popleft()
-        if turn.firsts is None:
-            self._arrive(turn)
-        else:
-            self._made.append(turn)
-
-    def _arrive(self, turn: Turn) -> None:
-        for owner, param, home, first in zip(
-            turn.bucket.owners, turn.bucket.params, turn.homes, turn.firsts or turn.homes
-        ):
-            self.arena.bytes_up += 0 if self.arena.steps_in_place(owner) else param.nbytes
-            self._brought.append((param, home))
-            if turn.firsts is not None:
-                self._homes[owner], self._seconds[owner] = home, first
-
-    def finish(self) -> None:
-        self._leaving.clear()
-        super().finish()
-
-    def commit(self) -> None:
-        made, self._made = self._made, []
-        for turn in made:
-            self._arrive(turn)
-        self.finish()
-
-    def made_again(self, clip_coef: Tensor) -> Calls:
-        self.commit()
-        return []
-
-    def discard(self) -> None:
-        # Fakes do not know whether a step counts, and one that does copies more.
-        self.commit() if self._made else super().discard()
+    def _put_bucket(self, turn: Turn, parts: int) -> None:
+        self._check(turn)
+        self._pipeline.put_bucket(turn, parts)
 
 
 class PlannedHost(Inline):

@@ -25,7 +25,7 @@ from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
-from ..param_states.paging import hosted
+from ..param_states.paging import written
 from ..param_states.paging.handle import is_stepped_there
 from ..param_states.paging.hosted import Hosting
 from ..patching.bitsandbytes import held_of, is_bitsandbytes
@@ -85,7 +85,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
-        stack.enter_context(mock.patch.object(hosted, "checksums", sums_of))
+        stack.enter_context(mock.patch.object(written, "checksums", sums_of))
         stack.enter_context(mode)
         stack.enter_context(streaming_on_fakes(recorder, run.host, mode))
         run.blocks = [] if step.weights is None else streamable(step.model, step.weights)

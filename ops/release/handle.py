@@ -21,9 +21,9 @@ from ..param_states.plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
 from .engine import Engine
-from .speculating import Speculating
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
+from .waiting import Waiting
 
 BUCKET_BYTES = 1 << 22
 BUCKETS = 8  # or more, that the gradients of a model fill
@@ -101,12 +101,13 @@ def release_gradients(
 
     Limits:
 
-    - A whole step is not skipped, but with an optimizer that is stepped on the host, whose steps
-      are clipped by the norm of all gradients and skipped for a scaler without ``clip``. Else with
-      a scaler, with ``clip="previous"`` and with AdamW8bit's ``nonfinite="skip_step"``, an infinite
-      or NaN gradient skips its own parameter; all others are stepped. The scaler's ``update()``
-      sees it. The step after :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are
-      exact. (Where a skip is possible, each parameter takes a launch of its own on CUDA.)
+    - A whole step is not skipped, but with an optimizer that is stepped on the host, where
+      gradients wait without ``clip`` and are stepped after the backward pass, clipped by the norm
+      of all, or skipped for a scaler. Else with a scaler, with ``clip="previous"`` and with
+      AdamW8bit's ``nonfinite="skip_step"``, an infinite or NaN gradient skips its own parameter;
+      all others are stepped. The scaler's ``update()`` sees it. The step after
+      :meth:`ReleaseHandle.measure` and that of an ``accumulator`` are exact. (Where a skip is
+      possible, each parameter takes a launch of its own on CUDA.)
     - Gradients are gone after backward. Code that reads or changes them between backward and step
       (``clip_grad_norm_``, ``scaler.unscale_``, logging) finds none.
     - A backward cannot be taken back, and there is no step without one: ``zero_grad()`` before
@@ -304,7 +305,7 @@ def _strategy(
         return Accumulation(optimizer, accumulator)
     is_exact = scaler is not None or common_max_grad_norm(optimizer.param_groups) is not None
     if clip is None and is_exact and isinstance(optimizer.paging, Hosting):
-        return Speculating(optimizer, scaler)
+        return Waiting(optimizer, scaler)
     return CLIPS[clip](optimizer, scaler)
 
 

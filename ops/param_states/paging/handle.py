@@ -85,8 +85,7 @@ class OffloadHandle:
 
     def memory(self) -> PagingMemory | HostingMemory:
         """Returns the bytes of the state on the host and on devices, and those of the ring; of a
-        step on the host, those of states and weights there, of their second places, and of the
-        slots for gradients."""
+        step on the host, those of states and weights there, and of gradients that pass or wait."""
         return self._paging.memory(self._offloaded)
 
     def wait(self) -> None:

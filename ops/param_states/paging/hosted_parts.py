@@ -1,9 +1,8 @@
-"""Divides the parameters of a step on the host: parts whose gradients fill a slot there."""
+"""Divides the parameters of a step on the host into parts, and says where their gradients lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..._core.dtensor import local_part
 from ..._core.overlap import flat
 from ...host.engine import Engine
-from ...host.ring import Runs, Typed, aligned
+from ...host.ring import Runs, aligned
 from ..plan import Bucket
 from ..states import STEP
 from . import parts as staged
@@ -34,48 +33,46 @@ class HostedHome(Home):
         weights: the copy.
         sums: checksums of the weights on the device when the two were last equal; None: they may
             differ.
+        gradient: bytes for the gradient where it waits until all are known.
     """
 
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
         super().__init__(slab, first, fields, engine)
         self.weights = self.views.pop(WEIGHTS)
         self.sums: Tensor | None = None
+        self.gradient: Tensor | None = None
 
-    @property
-    def run(self) -> Tensor:
-        """Returns the bytes of the state and of the weights."""
-        return self.slab.narrow(0, self.first, self.size)
 
-    @property
-    def state_run(self) -> Tensor:
-        """Returns the bytes of the state."""
-        return self.slab.narrow(0, self.first, self.fields[-1].first)
+class Slot:
+    """Memory on the host for the gradients of a part on their way to its step.
+
+    Attributes:
+        user: the step that has it, if any.
+    """
+
+    def __init__(self, run: Tensor) -> None:
+        self.run, self.user = run, None
 
 
 class Slots:
-    """Slots on the host for gradients on their way to a step.
-
-    Attributes:
-        users: the task that has each, if any.
-    """
+    """Slots that parts take in turn."""
 
     def __init__(self, slab: Tensor, slot_bytes: int) -> None:
         self.slab, self.slot_bytes = slab, slot_bytes
-        self.slots = slab.split(slot_bytes)
-        self.typed = [Typed(slot) for slot in self.slots]
-        self.users: list[Any] = [None] * len(self.slots)
+        self._slots = [*map(Slot, slab.split(slot_bytes))]
         self._turn = 0
 
-    def next_slot(self) -> int:
-        """Returns the slot for the next part: all take turns."""
-        slot, self._turn = self._turn, (self._turn + 1) % len(self.slots)
+    def next_slot(self) -> Slot:
+        """Returns the slot for the next part."""
+        slot, self._turn = self._slots[self._turn], (self._turn + 1) % len(self._slots)
         return slot
 
 
 class HostPart:
-    """Parameters, or a part of one, whose gradients fill a slot.
+    """Parameters, or a part of one, whose gradients are stepped together.
 
     Attributes:
+        slot: that their gradients fill; None: these lie where they wait.
         begins: the positions in the bucket of parameters whose first elements are here.
         ends: those of parameters whose last elements are.
         ups: the bytes of weights on the device, and those on the host that go there.
@@ -83,8 +80,8 @@ class HostPart:
         written: what is written on the device.
     """
 
-    def __init__(self, slots: Slots, slot: int) -> None:
-        self.slots, self.slot, self.filled = slots, slot, 0
+    def __init__(self, slot: Slot | None) -> None:
+        self.slot, self._filled = slot, 0
         self.begins: list[int] = []
         self.ends: list[int] = []
         self.ups: list[Runs] = []
@@ -103,24 +100,27 @@ class HostPart:
         """Adds the parameter at a position of a bucket, or the elements of a part of it."""
         local, grad, weights = bucket.params[at], bucket.grads[at], home.weights
         elements = slice(0, local.numel()) if part is None else part
-        length = elements.stop - elements.start
-        first, size = self.filled, length * grad.element_size()
-        typed = self.slots.typed[self.slot][grad.dtype]
-        place = typed.storage_offset() + first // grad.element_size()
+        first, size = (count * grad.element_size() for count in (elements.start, elements.stop))
+        size -= first
+        if self.slot is None:
+            run = home.gradient[first : first + size]
+        else:
+            run = self.slot.run[self._filled : self._filled + size]
+            self._filled = aligned(self._filled + size)
+        typed = run.view(grad.dtype)
         fields = home.fields[:-1]
         if part is None:
-            here = typed.as_strided(weights.shape, weights.stride(), place)
+            here = typed.as_strided(weights.shape, weights.stride())
             states = taken_by_ops(home.views, weights, block_size)
         else:
-            here = typed.as_strided((length,), (1,), place)
+            here = typed
             states = {one.name: self._part_of(home, one, elements, block_size) for one in fields}
             weights = flat(weights)[elements]
-        self.filled = aligned(first + size)
         if elements.start == 0:
             self.begins.append(at)
         if elements.stop == local.numel():
             self.ends.append(at)
-        self._elements.append((at, elements, self.slots.slots[self.slot][first : first + size]))
+        self._elements.append((at, elements, run))
         self.ups.append((bytes_of(flat(local)[elements]), bytes_of(flat(home.weights)[elements])))
         self.written.append(local)
         self._owners.append(bucket.owners[at])
@@ -157,15 +157,6 @@ class HostPart:
             if here.numel()
         ]
 
-    def held(self, homes: Sequence[HostedHome]) -> list[Runs]:
-        """Returns the bytes that keep gradients, in the place of the weights of these homes, and
-        those in the slot."""
-        found = []
-        for at, elements, here in self._elements:
-            there = bytes_of(flat(homes[at].weights)[elements])
-            found.append((there[: here.numel()], here))
-        return found
-
     def copy_counts(self) -> None:
         """Gives parts that are not the last a copy of the count of steps."""
         for copy, count in self._counts:
@@ -179,17 +170,19 @@ def bytes_of(x: Tensor) -> Tensor:
 
 def parts_of(
     bucket: Bucket,
-    homes: Mapping[Tensor, HostedHome],
-    slots: Slots,
+    homes: Sequence[HostedHome],
+    slots: Slots | None,
+    part_bytes: int,
     block_size: int,
     is_cut: Sequence[bool],
 ) -> list[HostPart]:
-    """Returns the parameters of a bucket in parts whose gradients fit in a slot."""
+    """Returns the parameters of a bucket in parts whose gradients fit in a slot, or, where they
+    have no slots, would."""
     parts: list[HostPart] = []
-    for held in divided(bucket.grads, slots.slot_bytes, is_cut):
-        parts.append(HostPart(slots, slots.next_slot()))
+    for held in divided(bucket.grads, part_bytes, is_cut):
+        parts.append(HostPart(None if slots is None else slots.next_slot()))
         for at, elements in held:
-            parts[-1].add(homes[bucket.owners[at]], bucket, at, block_size, elements)
+            parts[-1].add(homes[at], bucket, at, block_size, elements)
     return parts
 
 

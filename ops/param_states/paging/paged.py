@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -97,7 +98,7 @@ class Paging:
         self._replaced: list[Ring] = []  # in this step
         self._slots: dict[torch.device, int] = {}  # bytes of one
         # Of buckets, by their first parameter: what their pieces were made of, and these.
-        self._pieces: dict[Tensor, tuple[Any, list[Part]]] = {}
+        self._pieces: dict[Tensor, tuple[Any, Any]] = {}
         self._has_adopted = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -384,10 +385,15 @@ class Paging:
         """Returns the pieces of a bucket: those of the step before, if nothing has moved."""
         places = [(self._homes[owner], *place_in_memory(owner)) for owner in bucket.owners]
         made_of = ring, block_size, places
+        make = partial(pieces_of, bucket, self._homes, ring, block_size)
+        return self._pieces_made_of(made_of, bucket, make)
+
+    def _pieces_made_of(self, made_of: Any, bucket: Bucket, make: Callable[[], Any]) -> Any:
+        """Returns the pieces of a bucket: those of the step before, if they were made of the
+        same."""
         before = self._pieces.get(bucket.owners[0])
         if before is None or before[0] != made_of:
-            before = made_of, pieces_of(bucket, self._homes, ring, block_size)
-            self._pieces[bucket.owners[0]] = before
+            before = self._pieces[bucket.owners[0]] = made_of, make()
         return before[1]
 
     def _ring(self, device: torch.device, group: dict[str, Any], bucket: Bucket) -> Ring:

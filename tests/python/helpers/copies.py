@@ -19,7 +19,7 @@ import headroom
 import torch
 from headroom.host.engine import Engine
 from headroom.host.simulation import Link, Schedule
-from headroom.param_states.paging import Hosting, hosted, paged
+from headroom.param_states.paging import Hosting, paged, pipeline, written
 
 QUEUES = ("compute", "up", "down")
 POISON = 0xFF  # NaN, as a float of any size
@@ -184,7 +184,7 @@ def copying_with(
     done. What a step on the host asks the device to compute is, too."""
     kind, engines = headroom.optim.Optimizer, paged.engine_of
     calls_on, step = kind._calls_on, kind._step
-    device_work = {name: getattr(hosted, name) for name in ("note", "compare")}
+    device_work = {name: getattr(written, name) for name in ("note", "compare")}
 
     def deferred(self, *args):
         calls = calls_on(self, *args)
@@ -203,13 +203,13 @@ def copying_with(
     if isinstance(engine, Adversary):
         for name, work in device_work.items():
             later = lambda *args, work=work: engine.compute(partial(work, *args))  # noqa: E731
-            setattr(hosted, name, later)
+            setattr(written, name, later)
     try:
         yield engine
     finally:
         kind._calls_on, kind._step, paged.engine_of = calls_on, step, engines
         for name, work in device_work.items():
-            setattr(hosted, name, work)
+            setattr(written, name, work)
 
 
 class Later(Future):
@@ -261,12 +261,12 @@ class HostThread(Executor):
 @contextlib.contextmanager
 def stepping_on(policy: str, seed: int = 0) -> Iterator[None]:
     """Lets steps on the host run at such times, and not on a thread of their own."""
-    thread = hosted.executor
-    hosted.executor = lambda: HostThread(policy, seed)
+    thread = pipeline.executor
+    pipeline.executor = lambda: HostThread(policy, seed)
     try:
         yield
     finally:
-        hosted.executor = thread
+        pipeline.executor = thread
 
 
 def hosted_step(optimizer: Any, **options: Any) -> Hosting:

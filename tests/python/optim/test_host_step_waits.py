@@ -8,7 +8,9 @@ import headroom
 import pytest
 import torch
 from headroom.optim import AdamW8bit
-from headroom.param_states.paging import hosted, parts
+from headroom.param_states.paging import parts
+from headroom.param_states.paging.pipeline import Pipeline
+from headroom.param_states.paging.written import WrittenWeights
 
 from helpers import modes
 from helpers.bits import same_bits
@@ -69,10 +71,10 @@ def ordinary(steps):
 
 
 def steps(engine):
-    """Steps, with weights that are written from outside between two of them."""
+    """Steps that clip, with weights that are written from outside between two of them."""
     runs = []
     for on_host in (False, True):
-        model, optimizer = begun()
+        model, optimizer = begun(17.0)
         if on_host:
             hosted_step(optimizer)
         for step in range(4):
@@ -161,6 +163,16 @@ def releases_behind_the_device(engine):
     handle.remove()
 
 
+def forgets(engine):
+    """A release that ends with gradients on their way to where they wait."""
+    model, optimizer = begun(17.0)
+    hosted_step(optimizer)
+    handle = headroom.release_gradients(model, optimizer, bucket_bytes=2000)
+    modes.loss_of(model, modes.batch(0)).backward()
+    handle.remove()
+    assert not any(work.copy for work in engine.queues["down"])
+
+
 def is_freed(engine):
     """An optimizer that is dropped right after a step."""
     model, optimizer = begun()
@@ -185,18 +197,18 @@ def fails(engine):
     model, optimizer = begun()
     hosting = hosted_step(optimizer, bucket_bytes=2000)
     modes.train(model, optimizer, range(2))
-    submit, count = hosting._executor.submit, iter(range(100))
+    submit, count = hosting._pipeline.executor.submit, iter(range(100))
 
     def refusing(*args):
         if next(count) == 2:
             raise RuntimeError("no more")
         return submit(*args)
 
-    hosting._executor.submit = refusing
+    hosting._pipeline.executor.submit = refusing
     with pytest.raises(RuntimeError, match="no more"):
         modes.train(model, optimizer, range(2, 3))
     assert not any(work.copy for work in engine.queues["down"])
-    hosting._executor.shutdown()  # what nobody has waited for is done later
+    hosting._pipeline.executor.shutdown()  # what nobody has waited for is done later
     engine.finish_compute()
     weights = [p.detach().clone() for p in model.parameters()]  # as the next pass reads them
     found = of_each(model, optimizer)
@@ -204,7 +216,7 @@ def fails(engine):
     for now, was, will in zip(found, of_each(*_trained(2)), of_each(*_trained(3))):
         is_cut = now[0].numel() > 512
         assert is_cut or any(all(map(same_bits, now, other)) for other in (was, will))
-    hosting._executor.submit = submit
+    hosting._pipeline.executor.submit = submit
 
 
 def _trained(steps):
@@ -218,75 +230,94 @@ SCENARIOS = (
     runs_behind_the_device,
     releases,
     releases_behind_the_device,
+    forgets,
     is_freed,
     fails,
 )
 
 
-WAITS = {  # the method, what it says, what it says without the wait, and what notices
+WAITS = {  # where, what it says, what it says without the wait, and what notices
     "a slot is free before gradients go there": (
-        "_put",
-        "while turn.slots.users[part.slot] is not None:",
+        Pipeline.put,
+        "while part.slot is not None and part.slot.user is not None:",
         "while False:",
         steps,
     ),
     "gradients are there before they go down": (
-        "_put",
+        Pipeline.put,
         "after = [engine.mark()]",
         "after = []",
         releases_behind_the_device,
     ),
     "weights are compared before the flags go down": (
-        "_checked",
+        WrittenWeights.check,
         "differs, [engine.mark()])",
         "differs, [])",
         steps,
     ),
     "gradients have gone down before the step": (
-        "_stepped",
+        Pipeline._stepped,
         "turn.engine.sync(task.ticket)",
         "pass",
         steps,
     ),
     "a part is stepped before its weights go up": (
-        "_retire",
+        Pipeline._retire,
         "task.future.result()",
         "pass",
         steps,
     ),
     "weights are read before others go up": (
-        "_commit",
+        Pipeline._commit,
         "after, ticket = [engine.mark()], None",
         "after, ticket = [], None",
         releases_behind_the_device,
     ),
-    "weights have gone up before the next pass": ("finish", "engine.wait(ticket)", "pass", steps),
+    "weights have gone up before the next pass": (
+        Pipeline.finish,
+        "engine.wait(ticket)",
+        "pass",
+        steps,
+    ),
     "weights have gone up before their memory is freed": (
-        "_commit",
+        Pipeline._commit,
         "turn.homes[at].written = ticket",
         "pass",
         is_freed,
     ),
-    "weights have gone up after an error": ("_abandon", "engine.wait(ticket)", "pass", fails),
+    "weights have gone up after an error": (
+        Pipeline.abandon,
+        "engine.wait(ticket)",
+        "pass",
+        fails,
+    ),
     "steps have been made after an error": (
-        "_abandon",
+        Pipeline.abandon,
         "_has_stepped(task)",
         "task.future.done()",
         fails,
     ),
     "a copy has ended before an error frees its memory": (
-        "_put",
-        "turn.engine.sync(loose)",
+        Pipeline.put,
+        "engine.sync(ticket)",
         "pass",
         fails,
     ),
-    "scalars go down once": ("_put", "turn.packed = None", "pass", releases),
+    "scalars go down once": (Pipeline.put, "turn.packed = None", "pass", steps),
+    "gradients that are forgotten have gone down": (
+        Pipeline.discard,
+        "task.turn.engine.sync(task.ticket)",
+        "pass",
+        forgets,
+    ),
 }
 
 
 def remove(monkeypatch, wait):
-    name, old, new, _ = WAITS[wait]
-    rewritten(monkeypatch, hosted.Hosting, name, old, new)
+    method, old, new, _ = WAITS[wait]
+    owner = {kind.__name__: kind for kind in (Pipeline, WrittenWeights)}
+    kind, name = method.__qualname__.split(".")
+    rewritten(monkeypatch, owner[kind], name, old, new)
 
 
 def run(scenario, policy, thread):

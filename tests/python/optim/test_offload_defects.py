@@ -71,7 +71,7 @@ DEFECTS = {
         "test_threads_are_within_the_affinity_and_the_quota",
     ),
     "an old copy of weights is stepped": (ON_HOST, "test_weights_written_from_outside_count"),
-    "a step that is taken back leaves other bits": (
+    "a step that overflows leaves other bits": (
         ON_HOST,
         "test_an_overflow_beside_the_backward_pass_skips_all",
     ),

@@ -24,7 +24,13 @@ STEPS = 3
 NEEDLESS = {
     # The host has waited for the gradients, which come after all that reads the weights, and it
     # writes the states itself.
-    "steps_on_the_host": {"copy up of hosted.py:_commit", "sync of ring.py:wait"},
+    "steps_on_the_host": {"copy up of pipeline.py:_commit", "sync of ring.py:wait"},
+    # The same, and the host has waited for the scalars, which come after the gradients.
+    "waiting_gradients": {
+        "copy up of pipeline.py:_commit",
+        "sync of ring.py:wait",
+        "sync of pipeline.py:_stepped",
+    },
     # finish() reads the sums by copies that come after those that wrote them.
     "gradients": {"sync of ring.py:wait"},
 }
@@ -52,7 +58,8 @@ def trained(net, optimizer, device, inputs=None):
 def read(optimizer, net):
     """Copies what the optimizer keeps, as whoever saves it does, and the weights."""
     states = optimizer.state_dict()["state"]
-    found = [v for state in states.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    found = [v for _, state in sorted(states.items()) for v in state.values()]
+    found = [v for v in found if isinstance(v, torch.Tensor)]
     return [t.detach().cpu().clone() for t in [*found, *net.parameters()]]
 
 
@@ -64,6 +71,17 @@ def states(device):
 def steps_on_the_host(device):
     net = model().to(device)
     return trained(net, headroom.optim.AdamW8bit(net.parameters(), lr=1e-2, offload="step"), device)
+
+
+def waiting_gradients(device):
+    """Steps on the host that clip, with gradients that wait there."""
+    net = model().to(device)
+    optimizer = headroom.optim.AdamW8bit(
+        net.parameters(), lr=1e-2, max_grad_norm=0.1, offload="step"
+    )
+    if device == "cuda":
+        headroom.release_gradients(net, optimizer, bucket_bytes=4096)
+    return trained(net, optimizer, device)
 
 
 def saved_tensors(device):
@@ -121,7 +139,15 @@ def prefetched(device):
     return trained(net, torch.optim.SGD(net.parameters(), lr=1e-1), device, inputs)
 
 
-SCENARIOS = [states, steps_on_the_host, saved_tensors, weights, gradients, prefetched]
+SCENARIOS = [
+    states,
+    steps_on_the_host,
+    waiting_gradients,
+    saved_tensors,
+    weights,
+    gradients,
+    prefetched,
+]
 
 
 class Waits:

@@ -1,4 +1,4 @@
-"""Steps on the host inside backward, in second places, until all gradients are known."""
+"""Steps on the host when all gradients are known, which wait there until then."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from ..param_states.paging import Hosting
 from .stepping import Stepping
 
 
-class Speculating(Stepping):
+class Waiting(Stepping):
     """Clips by the norm of all gradients, and skips steps as a whole, exactly.
 
-    Each bucket is stepped on the host beside the backward pass as if nothing were clipped, and the
-    old states are kept. When all gradients are known, the new states take their place; or those are
-    made again from the old ones, with gradients that are clipped; or they are forgotten.
+    Each gradient goes to the host beside the backward pass, and waits there. When all are known,
+    the host steps with them.
     """
 
     _needs_norms = True
@@ -41,7 +40,7 @@ class Speculating(Stepping):
     def end(self) -> None:
         super().end()
         if isinstance(self.optimizer.paging, Hosting):
-            self.optimizer.paging.drop_seconds(self.optimizer)
+            self.optimizer.paging.drop_gradients()
 
     def _step_finite(self, params: list[Tensor], scale: Tensor | None) -> None:
         norms = self._norms.measure(params, scale)
@@ -49,30 +48,18 @@ class Speculating(Stepping):
             found = (~norms.isfinite()).any().float()
             self._flag.copy_(torch.maximum(self._flag, found.to(self._flag.device)))
         hosting = self._hosting
-        hosting.speculates = True
+        hosting.waits = True
         try:
             self._apply(params, scale)
         finally:
-            hosting.speculates = False
-        self.has_stepped = False  # it can be taken back
+            hosting.waits = False
+        self.has_stepped = False  # the gradients wait
 
     def _conclude(self) -> None:
         if self._verdict is None and self._norms:
-            self._decide()
+            self._verdict = measured = self._norms.total(self.max_norm)
+            self.optimizer.grad_norm = measured.norm
+            self.has_stepped = True
+            coef = None if self.max_norm is None else measured.clip_coef
+            self._hosting.step_waiting(measured.found_inf, coef)
         super()._conclude()
-
-    def _decide(self) -> None:
-        """Lets the steps count, or makes them again, or forgets them. Waits for the device."""
-        self._verdict = measured = self._norms.total(self.max_norm)
-        optimizer, hosting = self.optimizer, self._hosting
-        optimizer.grad_norm = measured.norm
-        self.has_stepped = not measured.found_inf  # if it fails, a part has been
-        if measured.found_inf:
-            optimizer._restart_stalled()
-            hosting.discard()
-        elif self.max_norm is not None and measured.clip_coef != 1:
-            optimizer._restart_stalled()
-            optimizer._run(hosting.made_again(measured.clip_coef))
-            hosting.finish()
-        else:
-            hosting.commit()
