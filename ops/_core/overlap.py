@@ -25,6 +25,13 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
+def bytes_of(tensor: Tensor, stride: tuple[int, ...] | None = None) -> Tensor:
+    """Returns the bytes of a dense tensor as a vector, in their order in memory, or in that of
+    these strides."""
+    tensor = tensor.detach()
+    return flat(tensor if stride is None else laid_out(tensor, stride)).view(torch.uint8)
+
+
 class _Span(NamedTuple):
     """Holds the bytes from the first element of a tensor to its last."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.overlap import bytes_of
 from ..host.engine import Engine, Ticket
 from ..host.engines import engine_of
 from ..step.pytree import map_tensors
@@ -186,7 +187,7 @@ class _Ahead:
                     fetched.sources.append(source)
                     # Work that still runs may have freed the memory of the target, by now.
                     ready = engine.mark()
-                    fetched.ticket = engine.up(_bytes(target), _bytes(source), after=(ready,))
+                    fetched.ticket = engine.up(bytes_of(target), bytes_of(source), after=(ready,))
             return done[id(x)]
 
         def other(leaf: Any) -> Any:
@@ -214,8 +215,3 @@ def _laid_out_as(target: Tensor, x: Tensor) -> Tensor:
         return x
     made = torch.empty_strided(x.shape, target.stride(), dtype=x.dtype, pin_memory=pins)
     return made.copy_(x)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of a tensor without gaps as a vector."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -13,12 +13,12 @@ from .._core.dtensor import local_part, on_meta, spec_of, with_spec
 from .._core.overlap import flat, laid_out
 from ..functional.accumulate import accumulate_
 from ..host.arena import HostArena
+from ..host.cutting import divided, equal_cuts
 from ..host.engine import Engine
 from ..host.engines import engine_of
 from ..host.ring import Copy, Piece, Place, Ring, Run, aligned
 
 SLOT_BYTES = 8 << 20
-PARTS = 16  # elements, at multiples of which sums are cut: whole cache lines
 
 
 class Sum(Place):
@@ -118,20 +118,19 @@ class HostSums:
         """Adds the gradients of parameters on one device, which have places of one dtype, times a
         factor."""
         ring = self._ring(params[0].device)
+        places = [self._sums[param] for param in params]
+        grads = [place.flat(param.grad) for place, param in zip(places, params)]
+
+        def cuts(at: int) -> Sequence[slice]:
+            each = places[at].width * (1 + places[at].compensated)
+            return equal_cuts(places[at].length, ring.slot_bytes // each)
+
         pieces: list[_Part] = []
-        for param in params:
-            place, first = self._sums[param], 0
-            grad = place.flat(param.grad)
-            while first < place.length:
-                fits = pieces[-1].fits(ring, place) if pieces else 0
-                if not fits:
-                    pieces.append(_Part(ring.next_slot()))
-                    fits = pieces[-1].fits(ring, place)
-                last = min(first + fits, place.length)
-                pieces[-1].add(ring, place, grad, first, last)
-                first = last
-        for piece in pieces:
-            piece.close(ring)
+        for held in divided([place.size for place in places], ring.slot_bytes, cuts):
+            pieces.append(_Part(ring.next_slot()))
+            for at, elements in held:
+                pieces[-1].add(ring, places[at], grads[at], elements)
+            pieces[-1].close(ring)
         run = Run(ring, pieces)
         for index, piece in enumerate(pieces):
             run.step(index, partial(piece.step, factor))
@@ -170,13 +169,9 @@ class _Part(Piece):
         self._columns: tuple[list[Tensor], ...] = [], [], []  # sums, compensations, gradients
         self._new: list[Tensor] = []
 
-    def fits(self, ring: Ring, place: Sum) -> int:
-        """Returns how many more elements of a sum the slot has room for."""
-        room = (ring.slot_bytes - self.filled) // (place.width * (1 + place.compensated))
-        return room // PARTS * PARTS
-
-    def add(self, ring: Ring, place: Sum, grad: Tensor, first: int, last: int) -> None:
-        """Adds a part of a sum: its elements from ``first`` to ``last``."""
+    def add(self, ring: Ring, place: Sum, grad: Tensor, elements: slice | None) -> None:
+        """Adds a sum, or some of its elements."""
+        first, last, _ = (elements or slice(None)).indices(place.length)
         size, offset = (last - first) * place.width, first * place.width
         for number in range(1 + place.compensated):
             run = ring.slots[self.slot][self.filled : self.filled + size].view(place.dtype)

@@ -16,13 +16,13 @@ class Slabs:
     takes longer than to copy into it.
 
     Args:
-        take: returns a slab, given its bytes and the device.
+        take: returns a slab, given its bytes and, by its name, the device.
         engine_of: returns the engine of a device.
     """
 
     def __init__(
         self,
-        take: Callable[[int, torch.device], Tensor],
+        take: Callable[..., Tensor],
         engine_of: Callable[[torch.device], Engine],
     ) -> None:
         self._take, self.engine_of = take, engine_of
@@ -39,7 +39,7 @@ class Slabs:
             while freed < size and self._idle:
                 (_, other), slabs = self._idle.popitem()
                 freed += other * len(slabs)
-        return self._take(size, device)
+        return self._take(size, device=device)
 
     def give(self, slab: Tensor, device: torch.device) -> None:
         """Lets others have a slab. The device must wait for all copies from and to it."""

@@ -23,7 +23,7 @@ from ..host.ring import slots_with
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
 from ..param_states.paging.hosted import Hosting
-from ..param_states.paging.hosted_parts import divided
+from ..param_states.paging.hosted_parts import divided_grads
 from ..param_states.paging.paged import Paging, Place, block_size_of
 from ..param_states.paging.parts import copied_bytes
 from ..param_states.paging.pipeline import Pipeline, Turn
@@ -149,8 +149,8 @@ class PlannedHosting(Hosting):
         return self.arena
 
     def _parts(self, bucket: Bucket, *how: Any) -> list[Any]:
-        _, _, part_bytes, _, is_cut = how
-        self._count = len(divided(bucket.grads, part_bytes, is_cut))
+        _, _, part_bytes, _, can_cut = how
+        self._count = len(divided_grads(bucket.grads, part_bytes, can_cut))
         return []
 
     def _with(self, run: Turn, steps: Calls) -> Calls:

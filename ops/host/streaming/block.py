@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..._core.overlap import is_dense
+from ..._core.overlap import bytes_of, is_dense
 from ..._core.ranks import fsdp_class
 from ..engine import Inline
 from ..files import let_pages_go
 from ..ring import aligned
 from .call import Call
-from .fields import ALIGNMENT, Field, bytes_of
+from .fields import ALIGNMENT, Field
 from .stream import Stream
 
 _INLINE = Inline()

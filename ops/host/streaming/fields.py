@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._core.overlap import flat, laid_out
-
 Stream = Block = Any  # a Stream and a StreamedBlock, whose files import all others here
 ALIGNMENT = 512  # of tensors in a slot; that of what torch allocates on a device
 
@@ -49,8 +47,3 @@ def on_memory(
     stride: Sequence[int],
 ) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device).set_(memory, first, shape, stride)
-
-
-def bytes_of(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Returns the bytes of a tensor, laid out with strides that are dense."""
-    return flat(laid_out(x.detach(), stride)).view(torch.uint8)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..._core.overlap import bytes_of
 from ..engine import Ticket
 from ..ring import aligned
 from . import fields
-from .fields import ALIGNMENT, Block, bytes_of
+from .fields import ALIGNMENT, Block
 
 
 class Arrival:

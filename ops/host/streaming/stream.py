@@ -48,7 +48,8 @@ class Stream:
         self.lock = threading.RLock()
         self._asks = threading.Condition(self.lock)
         self._sent: dict[torch.device, tuple[int, Way]] = {}  # the last, and its backward pass
-        self._slabs = Slabs(partial(_taken, self.arena), self.engine_of)
+        take = partial(self.arena.take, kind="gradients", owner="blocks")
+        self._slabs = Slabs(take, self.engine_of)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"arena": self.arena, "prefetch": self.prefetch}
@@ -220,10 +221,6 @@ class Stream:
     def slot_bytes(self) -> int:
         """Returns the bytes of the slots that exist."""
         return sum(run.nbytes for run in self.slots)
-
-
-def _taken(arena: HostArena, size: int, device: torch.device) -> Tensor:
-    return arena.take(size, kind="gradients", owner="blocks", device=device)
 
 
 def _give(slabs: Slabs, slab: Tensor, device: torch.device) -> None:

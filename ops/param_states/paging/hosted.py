@@ -18,10 +18,10 @@ from torch import Tensor
 from ..._core.dtensor import local_part
 from ..._core.names import name_of
 from ..._core.overlap import is_dense, laid_out, place_in_memory
+from ...host import cutting
 from ...host.ring import aligned, slots_with
 from ..plan import Bucket, Call, Calls, StepScalars
 from ..states import Layout
-from . import parts as staged
 from .homes import is_cuttable
 from .hosted_parts import HostedHome, HostPart, Slots, parts_of, with_weights
 from .paged import BUCKETS, INLINE_BYTES, Paging, Place, block_size_of, states_of
@@ -155,8 +155,7 @@ class Hosting(Paging):
         else:
             slots = self._slots_for(optimizer, device, grads, can_cut)
             part_bytes = slots.slot_bytes
-        is_cut = [can and grad.nbytes > part_bytes for can, grad in zip(can_cut, grads)]
-        parts = self._parts(bucket, homes, slots, part_bytes, block_size_of(group), is_cut)
+        parts = self._parts(bucket, homes, slots, part_bytes, block_size_of(group), can_cut)
         engine = self.engine_of(device)
         turn = Turn(optimizer, bucket, engine, device, homes, parts, self.waits)
         staged = [(part.bucket(bucket), part) for part in parts]
@@ -174,7 +173,7 @@ class Hosting(Paging):
         """Returns the slots for gradients of a device, which are made anew if a parameter that is
         not cut needs a larger one."""
         needed = max(
-            grad.element_size() * (min(grad.numel(), staged.CUT) if can else grad.numel())
+            grad.element_size() * (min(grad.numel(), cutting.CUT) if can else grad.numel())
             for can, grad in zip(can_cut, grads)
         )
         slots = self._all_slots.get(device)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..._core.dtensor import local_part
-from ..._core.overlap import flat
+from ..._core.overlap import bytes_of, flat
+from ...host import cutting
 from ...host.engine import Engine
 from ...host.ring import Runs, aligned
 from ..plan import Bucket
 from ..states import STEP
-from . import parts as staged
 from .homes import Field, Home, size_of, taken_by_ops
 
 WEIGHTS = "weights"
@@ -163,54 +163,33 @@ class HostPart:
             copy.copy_(count)
 
 
-def bytes_of(x: Tensor) -> Tensor:
-    """Returns the bytes of a vector."""
-    return x.view(torch.uint8)
-
-
 def parts_of(
     bucket: Bucket,
     homes: Sequence[HostedHome],
     slots: Slots | None,
     part_bytes: int,
     block_size: int,
-    is_cut: Sequence[bool],
+    can_cut: Sequence[bool],
 ) -> list[HostPart]:
     """Returns the parameters of a bucket in parts whose gradients fit in a slot, or, where they
     have no slots, would."""
     parts: list[HostPart] = []
-    for held in divided(bucket.grads, part_bytes, is_cut):
+    for held in divided_grads(bucket.grads, part_bytes, can_cut):
         parts.append(HostPart(None if slots is None else slots.next_slot()))
         for at, elements in held:
             parts[-1].add(homes[at], bucket, at, block_size, elements)
     return parts
 
 
-def divided(
-    grads: Sequence[Tensor], slot_bytes: int, is_cut: Sequence[bool]
-) -> list[list[tuple[int, slice | None]]]:
-    """Returns for each part the positions of its gradients, and which elements of each; None: all.
-    Gradients that are larger than a slot are cut."""
-    found: list[list[tuple[int, slice | None]]] = []
-    filled = slot_bytes + 1  # no part
-    for at, grad in enumerate(grads):
-        size = grad.numel() * grad.element_size()
-        if is_cut[at]:
-            found += [[(at, elements)] for elements in cuts(grad, slot_bytes)]
-            filled = slot_bytes + 1
-            continue
-        if filled + size > slot_bytes:
-            found.append([])
-            filled = 0
-        found[-1].append((at, None))
-        filled = aligned(filled + size)
-    return found
+def divided_grads(
+    grads: Sequence[Tensor], part_bytes: int, can_cut: Sequence[bool]
+) -> list[cutting.Held]:
+    """Returns for each part the positions of its gradients, and which elements of each."""
 
+    def cuts(at: int) -> Sequence[slice | None]:
+        grad = grads[at]
+        return (
+            cutting.equal_cuts(grad.numel(), part_bytes // grad.itemsize) if can_cut[at] else [None]
+        )
 
-def cuts(grad: Tensor, slot_bytes: int) -> Iterable[slice]:
-    """Returns the elements of equal parts that fit in a slot: a small one would leave the link idle
-    while its slot waits for a large one's."""
-    size, cut = grad.numel(), staged.CUT
-    length = max(cut, slot_bytes // grad.element_size() // cut * cut)
-    length = aligned(-(-size // -(-size // length)), cut)
-    return (slice(i, min(i + length, size)) for i in range(0, size, length))
+    return cutting.divided([grad.nbytes for grad in grads], part_bytes, cuts)

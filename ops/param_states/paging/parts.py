@@ -8,13 +8,11 @@ from functools import partial
 from torch import Tensor
 
 from ..._core.overlap import flat
+from ...host import cutting
 from ...host.ring import Copy, Piece, Ring, Run, aligned
 from ..plan import Bucket, Call, Calls
 from ..states import STEP
 from .homes import Field, Home, taken_by_ops
-
-# Elements, at multiples of which parameters are cut: whole blocks, and whole cache lines.
-CUT = 4096
 
 
 class Part(Piece):
@@ -49,13 +47,12 @@ class Part(Piece):
         bucket: Bucket,
         at: int,
         block_size: int,
-        first: int,
-        last: int,
+        elements: slice,
     ) -> None:
-        """Adds the elements from ``first`` to ``last`` of the parameter at a position."""
+        """Adds some elements of the parameter at a position."""
         param, states = bucket.params[at], {}
         for one in home.fields:
-            begin, end = one.elements(first, last, block_size)
+            begin, end = one.elements(elements.start, elements.stop, block_size)
             size = one.dtype.itemsize
             run = ring.slots[self.slot][self.filled : self.filled + (end - begin) * size]
             states[one.name] = run.view(one.dtype) if one.shape else run.view(one.dtype)[0]
@@ -63,10 +60,9 @@ class Part(Piece):
             copy = Copy(self.filled, home.slab, there + begin * size, run.numel())
             self.up.append(copy)
             # All parts read the same count of steps, and each adds one to a copy of it.
-            if one.name != STEP.name or last == param.numel():
+            if one.name != STEP.name or elements.stop == param.numel():
                 self.down.append(copy)
             self.filled = aligned(self.filled + run.numel())
-        elements = slice(first, last)
         self._note(home, bucket.owners[at], flat(param)[elements], states, at, elements)
 
     def _note(
@@ -98,40 +94,27 @@ def pieces_of(bucket: Bucket, homes: dict[Tensor, Home], ring: Ring, block_size:
     """Returns the parameters of a bucket in pieces that fit in a slot, with the states and copies
     of each. Parameters that are larger are cut."""
     pieces: list[Part] = []
+    those = [homes[owner] for owner in bucket.owners]
 
-    def begin() -> Part:
+    def cuts(at: int) -> Sequence[slice]:
+        return _cuts(those[at], bucket.params[at], ring.slot_bytes, block_size)
+
+    for held in cutting.divided([home.size for home in those], ring.slot_bytes, cuts):
         pieces.append(Part(ring.next_slot()))
-        return pieces[-1]
-
-    piece: Part | None = None
-    for at, owner in enumerate(bucket.owners):
-        home = homes[owner]
-        if home.size > ring.slot_bytes:
-            for first, last in _cuts(home, bucket.params[at], ring.slot_bytes, block_size):
-                begin().add_cut(ring, home, bucket, at, block_size, first, last)
-            piece = None
-            continue
-        if piece is None or piece.filled + home.size > ring.slot_bytes:
-            piece = begin()
-        piece.add(ring, home, bucket, at, block_size)
+        for at, elements in held:
+            if elements is None:
+                pieces[-1].add(ring, those[at], bucket, at, block_size)
+            else:
+                pieces[-1].add_cut(ring, those[at], bucket, at, block_size, elements)
     for piece in pieces:
         piece.close(ring)
     return pieces
 
 
-def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> Iterable[tuple[int, int]]:
-    length = CUT
-    while _part_bytes(home.fields, 2 * length, block_size) <= slot_bytes:
-        length *= 2
-    step = length
-    while step > CUT:  # the longest multiple that fits
-        step //= 2
-        if _part_bytes(home.fields, length + step, block_size) <= slot_bytes:
-            length += step
-    # Equal parts: a small one would leave the link idle while its slot waits for a large one's.
-    parts = -(-param.numel() // length)
-    length = aligned(-(-param.numel() // parts), CUT)
-    return ((i, min(i + length, param.numel())) for i in range(0, param.numel(), length))
+def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> list[slice]:
+    """Returns the elements of the parts that a parameter is cut into."""
+    most = slot_bytes // smallest_cut(home.fields, block_size) * cutting.CUT
+    return cutting.equal_cuts(param.numel(), most)
 
 
 def copied_bytes(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> tuple[int, int]:
@@ -140,21 +123,17 @@ def copied_bytes(home: Home, param: Tensor, slot_bytes: int, block_size: int) ->
         return home.size, home.size
     size = sum(one.size for one in home.fields)
     counts = sum(one.size for one in home.fields if one.name == STEP.name)
-    parts = len(list(_cuts(home, param, slot_bytes, block_size)))
+    parts = len(_cuts(home, param, slot_bytes, block_size))
     return size + (parts - 1) * counts, size
-
-
-def _part_bytes(fields: Iterable[Field], length: int, block_size: int) -> int:
-    size = 0
-    for one in fields:
-        begin, end = one.elements(0, length, block_size)
-        size += aligned((end - begin) * one.dtype.itemsize)
-    return size
 
 
 def smallest_cut(fields: Iterable[Field], block_size: int) -> int:
     """Returns the bytes of state of the smallest part that a parameter is cut into."""
-    return _part_bytes(fields, CUT, block_size)
+    size = 0
+    for one in fields:
+        begin, end = one.elements(0, cutting.CUT, block_size)
+        size += aligned((end - begin) * one.dtype.itemsize)
+    return size
 
 
 class Staging(Run):

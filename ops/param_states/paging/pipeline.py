@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from ..._core.cgroups import cgroup_cpus
+from ..._core.overlap import bytes_of
 from ...host.engine import Engine
 from ...host.ring import Runs, slots_with
 from ..errors import explained
 from ..plan import Bucket, Call
 from . import written as checking
-from .hosted_parts import HostedHome, HostPart, bytes_of
+from .hosted_parts import HostedHome, HostPart
 from .written import WrittenWeights
 
 

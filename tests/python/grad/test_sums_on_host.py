@@ -8,7 +8,7 @@ import headroom
 import pytest
 import torch
 from headroom.grad import on_host
-from headroom.host import HostArena, HostMemoryError
+from headroom.host import HostArena, HostMemoryError, cutting
 from headroom.host.arena import in_arena
 from torch.nn.functional import mse_loss
 
@@ -21,6 +21,7 @@ from helpers.samples import FLOATS
 def small_slots(monkeypatch):
     """So that sums are cut, and several share a slot."""
     monkeypatch.setattr(on_host, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(cutting, "CUT", 16)
 
 
 class Model(torch.nn.Module):

@@ -13,11 +13,11 @@ import headroom
 import pytest
 import torch
 from headroom.amp import GradScaler
-from headroom.host import HostArena, HostMemoryError
+from headroom.host import HostArena, HostMemoryError, cutting
 from headroom.host.arena import in_arena
 from headroom.host.ring import aligned
 from headroom.optim import Adafactor, AdamW, AdamW8bit, Muon, offload
-from headroom.param_states.paging import Hosting, Paging, parts, pipeline
+from headroom.param_states.paging import Hosting, Paging, pipeline
 from torch import nn
 
 from helpers import alike, modes
@@ -42,7 +42,7 @@ HOST = ["eager", "late", "random"]
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
     """Cuts parameters of a test into several parts."""
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
 
 
 def small(model, **options):

@@ -7,8 +7,8 @@ from functools import partial
 import headroom
 import pytest
 import torch
+from headroom.host import cutting
 from headroom.optim import AdamW8bit
-from headroom.param_states.paging import parts
 from headroom.param_states.paging.pipeline import Pipeline
 from headroom.param_states.paging.written import WrittenWeights
 
@@ -23,7 +23,7 @@ HOST = ["late", "eager"]
 
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
 
 
 # ---- what notices -------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def notices(wait):
         for thread in HOST:
             with pytest.MonkeyPatch.context() as patch:
                 remove(patch, wait)
-                patch.setattr(parts, "CUT", 512)
+                patch.setattr(cutting, "CUT", 512)
                 try:
                     run(scenario, policy, thread)
                 except (AssertionError, RuntimeError, AttributeError):

@@ -11,11 +11,11 @@ import headroom
 import pytest
 import torch
 from headroom.amp import GradScaler
-from headroom.host import HostArena, HostMemoryError, default_arena
+from headroom.host import HostArena, HostMemoryError, cutting, default_arena
 from headroom.host.arena import in_arena
 from headroom.memory.cpu import CpuRecorder
 from headroom.optim import SGD, Adafactor, AdamW, AdamW8bit, offload
-from headroom.param_states.paging import handle, parts
+from headroom.param_states.paging import handle
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -34,7 +34,7 @@ PAGED = {name: mode for name, mode in EVERY.items() if not name.startswith("adaf
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
     """Cuts parameters of a test into several parts."""
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
 
 
 # ---- the same bits ------------------------------------------------------------------------------

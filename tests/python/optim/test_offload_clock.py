@@ -10,11 +10,10 @@ from pathlib import Path
 import headroom
 import pytest
 import torch
-from headroom.host import HostArena
+from headroom.host import HostArena, cutting
 from headroom.host.schedule import paged_step
 from headroom.host.simulation import Link
 from headroom.optim import AdamW, offload
-from headroom.param_states.paging import parts
 from torch import nn
 
 from helpers.bits import assert_same_bits
@@ -76,7 +75,7 @@ def test_a_step_of_whole_parameters_takes_what_the_simulation_says(seed, policy)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_a_parameter_that_is_cut_does_too(seed, monkeypatch):
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
     link = random_link(seed, latency=0)
     with copying_with(adversary("late"), lambda bucket: 40) as engine:
         optimizer = optimizer_of([512 * 7], 512 * 8 + 64)
@@ -90,7 +89,7 @@ def test_a_step_of_a_parameter_that_is_cut_does_too(seed, monkeypatch):
 
 def test_parts_of_a_parameter_are_equal(monkeypatch):
     """A small last part would wait in its slot for the large ones before it."""
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
     with copying_with(adversary("late"), lambda bucket: bucket.params[0].numel()) as engine:
         optimizer = optimizer_of([512 * 7], 5 * 512 * 8 + 64)
         engine.restart_clock(Link(1, 1, 0))

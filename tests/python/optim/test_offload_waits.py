@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from headroom.host import HostArena, ring
+from headroom.host import HostArena, cutting, ring
 from headroom.optim import AdamW, offload
-from headroom.param_states.paging import paged, parts
+from headroom.param_states.paging import paged
 from torch import nn
 
 from helpers import modes
@@ -22,7 +22,7 @@ MODE = EVERY["adamw8bit-remainder16"]
 
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
-    monkeypatch.setattr(parts, "CUT", 512)
+    monkeypatch.setattr(cutting, "CUT", 512)
 
 
 # ---- what is removed ----------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def notices(wait):
         for policy in POLICIES:
             with pytest.MonkeyPatch.context() as patch:
                 remove(patch, wait)
-                patch.setattr(parts, "CUT", 512)
+                patch.setattr(cutting, "CUT", 512)
                 try:
                     run(scenario, policy)
                 except (AssertionError, RuntimeError):
