@@ -263,8 +263,8 @@ class Hosting(Paging):
         self._reset()
 
     def _reset(self) -> None:
-        self._pipeline.written.restart()
         if not self._pipeline.waiting:
+            self._pipeline.written.restart()
             self._mails += self._lent
             self._lent = []
 

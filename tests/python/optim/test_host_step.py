@@ -258,10 +258,13 @@ def test_weights_written_from_outside_count(is_released):
     assert_train_alike(small, loop)
 
 
-def test_weights_that_nobody_wrote_are_not_copied_again():
+@pytest.mark.parametrize("waits", [False, True])
+def test_weights_that_nobody_wrote_are_not_copied_again(waits):
     model = modes.build(torch.bfloat16)
-    optimizer = small(model)
+    optimizer = small(model, max_grad_norm=1e9)
     hosting = hosted_step(optimizer)
+    if waits:
+        headroom.release_gradients(model, optimizer)
     modes.train(model, optimizer, range(2))
     copied, weights = [], [home.weights for home in hosting._homes.values()]
     original = torch.Tensor.copy_

@@ -75,7 +75,7 @@ DEFECTS = {
         ON_HOST,
         "test_an_overflow_beside_the_backward_pass_skips_all",
     ),
-    "clipping waits for all gradients, or is off": (
+    "released gradients are not clipped, or by another norm": (
         ON_HOST,
         "test_clipping_beside_the_backward_pass_is_exact",
     ),
