@@ -8,7 +8,8 @@ without Headroom, since it must be there before torch is:
     headroom rehearse --gpu "RTX 4090" train.py
     python -m pytest -p headroom_rehearsal.pytest_plugin tests/
 
-:func:`run` does the former from Python. The rest is internal: names may change.
+:func:`run` does the former from Python, and returns a :class:`Report`. The rest is internal: names
+may change.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from .build import build
-from .running import run
+from .running import Report, run
 
-__all__ = ["device", "gpus", "note", "run", "start"]
+__all__ = ["Report", "device", "gpus", "note", "run", "start"]
 
 _device: Any = None  # of values, once the device was started
 

@@ -6,18 +6,16 @@ program's."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from headroom_command.program import MISSING, add_program, words_of
 
-from . import device, gpus, start
+from . import device, gpus, package, start
 
-__all__ = ["HAS_JSON", "HELP", "add_arguments", "main"]
+__all__ = ["HAS_JSON", "HELP", "add_arguments", "main", "refuse_gpus"]
 
 HELP = "run a program for a GPU that this machine does not have"
 HAS_JSON = False
@@ -67,7 +65,7 @@ def main(words: Sequence[str]) -> int:
             print(_table())
             return 0
         wanted = _device(options)
-        _refuse_gpus()
+        refuse_gpus()
         program = _begin(options, wanted)
     except ValueError as error:  # of arguments
         parser.exit(2, f"{parser.prog}: {error}\n")
@@ -105,7 +103,7 @@ def _device(options: argparse.Namespace) -> dict[str, Any]:
     memory, capability = options.memory or memory, options.capability or capability
     # What is not told of the device is that of a GPU of its kind.
     older = [one for one, (_, number) in known.items() if number <= capability]
-    context, _ = _headroom("_core/contexts.py").context(divmod(capability, 10))
+    context, _ = package.module("_core/contexts.py").context(divmod(capability, 10))
     if memory <= context:
         raise ValueError(f"--memory is {memory} bytes, and the CUDA context alone takes {context}")
     return {
@@ -129,7 +127,7 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
 
     if torch.version.cuda is None:
         raise RuntimeError("a rehearsal needs a torch that is built for CUDA; this one is not")
-    (library,) = _headroom_folder().glob("lib/libheadroom.so.*")
+    (library,) = package.folder().glob("lib/libheadroom.so.*")
     redirect(library, runtime)
     import headroom  # noqa: F401  (registers its ops)
     from headroom.cli.programs import LAUNCHERS, starting
@@ -144,7 +142,12 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     return starting(words, options.is_module)
 
 
-def _refuse_gpus() -> None:
+def refuse_gpus() -> None:
+    """Refuses a machine that has a GPU.
+
+    Raises:
+        RuntimeError: it has one; says what to do.
+    """
     if Path("/dev/nvidiactl").exists():
         raise RuntimeError(
             "this machine has a GPU, from which a rehearsal could not keep all libraries of a "
@@ -154,7 +157,7 @@ def _refuse_gpus() -> None:
 
 def _table() -> str:
     """Returns the GPUs that are known, a line each."""
-    sizes = _headroom("_core/sizes.py")
+    sizes = package.module("_core/sizes.py")
     return "\n".join(
         f"{name:<12}{sizes.format_bytes(memory):>10}  compute capability {number / 10:.1f}"
         for name, (memory, number) in gpus().items()
@@ -164,26 +167,9 @@ def _table() -> str:
 # ---- Arguments ----------------------------------------------------------------------------------
 
 
-def _headroom_folder() -> Path:
-    """Returns where the package headroom is, which is not imported before the device is there."""
-    found = importlib.util.find_spec("headroom")
-    if found is None or not found.submodule_search_locations:
-        raise RuntimeError("there is no package headroom beside headroom_rehearsal")
-    return Path(next(iter(found.submodule_search_locations)))
-
-
-def _headroom(file: str) -> ModuleType:
-    """Returns a module of Headroom that imports nothing, without the package."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, _headroom_folder() / file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _size(text: str) -> int:
     try:
-        return _headroom("_core/sizes.py").parse_bytes(text)
+        return package.module("_core/sizes.py").parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"the {error}") from None
 

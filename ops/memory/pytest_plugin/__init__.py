@@ -1,4 +1,4 @@
-"""The marker ``peak_memory`` of pytest.
+"""The marker ``peak_memory`` and the fixture ``rehearse`` of pytest.
 
 It is installed as ``headroom_pytest``, a package of its own, because pytest imports it whenever it
 runs, and ``headroom`` would load torch then.
@@ -25,3 +25,18 @@ def pytest_runtest_call(item):
 
     with assert_peak_below(*marker.args, **marker.kwargs):
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def rehearse():
+    """Runs a program for a GPU that this machine does not have, in a process of its own, and
+    returns the report: ``rehearse(["train.py"], gpu="RTX 4090").assert_fits("22 GiB")``. Arguments
+    are those of headroom_rehearsal.run. Skips the test on a machine with a GPU."""
+    from headroom_rehearsal import run
+    from headroom_rehearsal.command import refuse_gpus
+
+    try:
+        refuse_gpus()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return run

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from helpers.software_device import CAN_REHEARSE
 
+pytest_plugins = "pytester"
 pytestmark = pytest.mark.skipif(not CAN_REHEARSE, reason="needs a torch for CUDA and no GPU")
 MiB = 1 << 20
 MEMORY = 1 << 30
@@ -292,16 +294,71 @@ def test_trainer(rehearsed):
     assert code == 0 and report["steps"] == 2 and "loss True cuda:0" in output, output
 
 
-def test_from_python_and_by_the_command(tmp_path):
+TRAIN = """
+import torch
+
+layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+while True:
+    layers(torch.randn(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_memory_test_of_the_documents(rehearse, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/memory-ci.md").read_text()
+    names, reports = {}, []
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+
+    def kept(*arguments, **options):
+        reports.append(rehearse(*arguments, **options))
+        return reports[-1]
+
+    names["test_training_fits"](kept, "RTX 4090", "22 GiB")
+    (report,) = reports
+    assert report.steps == 2 and report.device["capability"] == 89 and report.exit_code == 0
+    assert report.peak_allocated > 4 * 4 * 4 * 1024 * 1025
+    assert "headroom rehearse: on RTX 4090" in report.output
+    with pytest.raises(AssertionError, match=r"tensors took .* MiB, more than 1.00 MiB; "):
+        report.assert_fits("1 MiB")
+
+
+def test_reports_that_say_no():
+    from headroom_rehearsal import Report
+
+    report = Report(fits=True, peak_allocated=MiB, output="all of it")
+    report.assert_fits()
+    report.assert_fits("1 MiB")
+    with pytest.raises(ValueError, match="limit is '1 MiBs', wanted"):
+        report.assert_fits("1 MiBs")
+    with pytest.raises(AttributeError, match="no peak; it has fits, peak_allocated, output"):
+        report.peak  # noqa: B018
+    for fits, why in ((False, "it does not fit"), (None, "unknown whether it fits")):
+        with pytest.raises(AssertionError, match=f"{why}; the rehearsal printed:\nall of it"):
+            Report(report, fits=fits).assert_fits("1 GiB")
+
+
+def test_the_fixture_skips_where_there_is_a_gpu(pytester, monkeypatch):
+    from headroom_rehearsal import command
+
+    def refuse():
+        raise RuntimeError("this machine has a GPU")
+
+    monkeypatch.setattr(command, "refuse_gpus", refuse)
+    pytester.makepyfile("def test_fits(rehearse): rehearse(['train.py'], gpu='T4')")
+    result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*this machine has a GPU*"])
+
+
+def test_what_the_command_refuses(tmp_path):
     from headroom_rehearsal import run
 
-    program = tmp_path / "one.py"
-    program.write_text("import sys, torch; torch.ones(1 << 20, device='cuda'); sys.exit(3)")
-    report = run([str(program)], gpu="RTX 4090", steps=2)
-    assert report["exit_code"] == 3 and report["peak_allocated"] == 4 * MiB
-    assert report["device"]["capability"] == 89 and report["fits"] is None
     with pytest.raises(RuntimeError, match="--gpu is 'RTX 1', wanted one of T4, "):
-        run([str(program)], gpu="RTX 1")
+        run([str(tmp_path / "one.py")], gpu="RTX 1")
     command = [sys.executable, "-m", "headroom", "rehearse"]
     for words, code, said in (
         (["--gpus"], 0, "RTX 4090"),
@@ -310,4 +367,4 @@ def test_from_python_and_by_the_command(tmp_path):
     ):
         ended = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
         assert ended.returncode == code and said in ended.stdout + ended.stderr
-    assert os.listdir(tmp_path) == ["one.py"]
+    assert not os.listdir(tmp_path)
