@@ -14,6 +14,7 @@ from typing import Any
 from headroom_command.program import MISSING, add_program, words_of
 
 from . import device, gpus, package, start
+from .earlier import read_report
 
 __all__ = ["HAS_JSON", "HELP", "add_arguments", "main", "refuse_gpus"]
 
@@ -47,6 +48,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--report", type=Path, metavar="FILE", help="write the report there, as JSON"
+    )
+    command.add_argument(
+        "--compare", type=_earlier, metavar="FILE", help="say what grew since this --report"
     )
     add_program(command)
 
@@ -172,6 +176,14 @@ def _size(text: str) -> int:
         return package.module("_core/sizes.py").parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"the {error}") from None
+
+
+def _earlier(path: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the content of an earlier report."""
+    try:
+        return os.path.basename(path), read_report(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _capability(text: str) -> int:

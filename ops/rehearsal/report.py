@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
+import pickle
+import platform
 import resource
 import statistics
 import sys
@@ -16,18 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from headroom._core.dtensor import local_part
 from headroom._core.sizes import format_bytes
 from headroom.cli.programs import exit_code
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import device
+from . import device, history
+from .compare import compared
+from .earlier import FORMAT
 from .lines import line
 
 __all__ = ["rehearse"]
 
-_LINES = 8  # of reads that are shown
-_EVENTS = 1_000_000  # of a snapshot
-_NO_LINE = "no line, such as gradients of a backward pass"
+_LINES = 8  # of reads, and of the peak, that are shown
 
 
 class _Ended(SystemExit):
@@ -42,8 +46,7 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
     """
     seen = _Seen(options.steps)
     device().answer = options.loss
-    if options.snapshot is not None:
-        torch.cuda._lazy_call(_record)
+    history.record()
     process = os.getpid()
     error: BaseException | None = None
     try:
@@ -60,28 +63,30 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
     except BaseException as raised:
         ended, left = 1, raised
     found = seen.report(wanted) | {"exit_code": ended}
-    if options.snapshot is not None and torch.cuda.is_initialized():
-        torch.cuda.memory._dump_snapshot(str(options.snapshot))
-        found["snapshot"] = str(options.snapshot)
-        found["at_peak"] = _at_peak(found["snapshot"])
+    recorded = history.recorded()
+    if recorded is not None:
+        found["at_peak"] = history.at_peak(recorded, seen.kinds())
+        if options.snapshot is not None:
+            options.snapshot.write_bytes(pickle.dumps(recorded))
+            found["snapshot"] = str(options.snapshot)
     name = f"exit code {ended}" if isinstance(error, SystemExit) else type(error).__name__
     found["error"] = None if error is None or ended == 0 else name
     if found["fits"] and found["error"] is not None:
         found["fits"] = None
-    above = options.fail_above is not None and found["peak_allocated"] > options.fail_above
     print(_text(found), file=sys.stderr)
-    if above:
+    failures = []
+    if options.fail_above is not None and found["peak_allocated"] > options.fail_above:
         limit, peak = format_bytes(options.fail_above), format_bytes(found["peak_allocated"])
-        print(f"headroom rehearse: tensors took {peak}, more than {limit}", file=sys.stderr)
+        failures.append(f"tensors took {peak}, more than {limit}")
+    for failure in failures:
+        print(f"headroom rehearse: {failure}", file=sys.stderr)
+    if options.compare is not None:
+        print(compared(*options.compare, found), file=sys.stderr)
     if options.report is not None:
         options.report.write_text(json.dumps(found, indent=2))
-    if left is not None and not (above and ended == 0):
+    if left is not None and not (failures and ended == 0):
         raise left
-    return 1 if above else ended
-
-
-def _record() -> None:
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=_EVENTS)
+    return 1 if failures else ended
 
 
 def _code_of(error: SystemExit) -> int:
@@ -120,7 +125,9 @@ class _Seen:
         done = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if done > len(self._times):
             self._times.append(time.monotonic())
-        self._held[optimizer] = _held(optimizer)
+        self._held[optimizer] = {
+            kind: sum(t.nbytes for t in tensors) for kind, tensors in _held(optimizer).items()
+        }
         every = [*self._held.values()]
         self._after = {kind: sum(held[kind] for held in every) for kind in every[0]}
         # One of several optimizers may be ahead.
@@ -142,10 +149,10 @@ class _Seen:
         used = torch.cuda.is_initialized()
         runtime, between = device(), [b - a for a, b in zip(self._times, self._times[1:])]
         return {
-            "format": "headroom.rehearsal/1",
+            "format": FORMAT,
             "program": sys.argv,
             "device": wanted,
-            "torch": torch.__version__,
+            "versions": _versions(),
             "fits": not self._refused if used else None,
             "peak_allocated": self._allocated() if used else 0,
             "peak_reserved": runtime.peak_bytes(0),
@@ -157,31 +164,52 @@ class _Seen:
             "seconds": time.monotonic() - self._begin,
             "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "snapshot": None,
-            "at_peak": {},
+            "at_peak": [],
         }
 
+    def kinds(self) -> dict[int, str]:
+        """Returns what optimizers hold now: the kind of memory by its address."""
+        found: dict[int, str] = {}
+        for optimizer in [*self._held]:
+            for kind, tensors in _held(optimizer).items():
+                for t in tensors:
+                    with contextlib.suppress(RuntimeError):  # a subclass without memory of its own
+                        found[local_part(t).untyped_storage().data_ptr()] = kind
+        return found
 
-def _held(optimizer: Any) -> dict[str, int]:
-    """Returns the bytes on the device of an optimizer's parameters, their gradients, and states."""
+
+def _held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
+    """Returns an optimizer's parameters, their gradients, and states on the device."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         t for state in optimizer.state.values() if isinstance(state, dict) for t in state.values()
     ]
     kinds = {"parameters": params, "gradients": [p.grad for p in params], "optimizer_state": states}
     return {
-        kind: sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda)
+        kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda]
         for kind, tensors in kinds.items()
     }
 
 
-def _at_peak(snapshot: str) -> dict[str, int]:
-    """Returns the bytes that were live at the peak, by the line that allocated them."""
-    from headroom.memory import load_snapshot
+def _versions() -> dict[str, str]:
+    """Returns the versions of Python, and of libraries that the program has imported."""
+    named = {
+        name: getattr(module, "__dict__", {}).get("__version__")
+        for name, module in [*sys.modules.items()]
+    }
+    return {"python": platform.python_version()} | {
+        name: str(version)  # torch's is a class of its own
+        for name, version in sorted(named.items())
+        if isinstance(version, str) and "." not in name and name not in sys.stdlib_module_names
+    }
 
+
+def _by(key: Callable[[dict[str, Any]], str], rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Returns the bytes at the peak under each name, the largest first."""
     sizes: collections.Counter[str] = collections.Counter()
-    for allocation in load_snapshot(snapshot).at_peak():
-        sizes[allocation.stack[0] if allocation.stack else _NO_LINE] += allocation.bytes
-    return dict(sizes.most_common(_LINES))
+    for row in rows:
+        sizes[key(row)] += row["bytes"]
+    return sizes.most_common()
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -223,7 +251,11 @@ def _text(found: dict[str, Any]) -> str:
         count = sum(reads.values())
         lines.append(f"  {count} reads of values that were not computed, but made of zeros")
         lines += [f"    {number} x {place}" for place, number in list(reads.items())[:_LINES]]
+    if rows := found["at_peak"]:
+        kinds = _by(lambda row: (row["kind"] or "others").replace("_", " "), rows)
+        lines.append(f"  live at the peak: {', '.join(f'{k} {format_bytes(n)}' for k, n in kinds)}")
+        places = _by(lambda row: history.place_of(row["stack"]), rows)
+        lines += [f"    {format_bytes(size):>10}  {place}" for place, size in places[:_LINES]]
     if found["snapshot"] is not None:
-        lines.append(f"  wrote {found['snapshot']}; live at the peak, by lines:")
-        lines += [f"    {format_bytes(size):>10}  {at}" for at, size in found["at_peak"].items()]
+        lines.append(f"  wrote {found['snapshot']}")
     return "\n".join(lines)

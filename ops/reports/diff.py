@@ -13,7 +13,7 @@ from .._core.text import shortened
 from ..memory.events import KINDS, Owner, Timeline
 from ..memory.snapshots import Snapshot, load_snapshot
 
-__all__ = ["Diff", "Row", "diff"]
+__all__ = ["Diff", "Row", "diff", "matched"]
 
 FORMAT = "headroom.diff/1"
 _MOMENTS = ("peak", "end")
@@ -170,9 +170,7 @@ def diff(a: Any, b: Any, *, at: str = "peak", device: str | None = None) -> Diff
         for side in sides
         if not side.has_kinds
     ]
-    rows = [row for row in _rows(first.owners, second.owners) if row.change != "same"]
-    rows.sort(key=lambda row: (-row.growth, row.kind, row.stack, row.name))
-    return Diff(names, at, rows, both, totals, notes)
+    return Diff(names, at, matched(first.owners, second.owners), both, totals, notes)
 
 
 class _Side:
@@ -207,15 +205,18 @@ class _Side:
             self.totals["largest gap"] = max(gaps, default=0)
 
 
-def _rows(first: list[Owner], second: list[Owner]) -> list[Row]:
-    """Matches owners, first by their lines, then without line numbers."""
+def matched(first: list[Owner], second: list[Owner]) -> list[Row]:
+    """Returns what differs between owners, what grew most first. They are matched by their lines,
+    and what is then left without line numbers."""
     a, b = grouped(first, _key), grouped(second, _key)
     shared = a.keys() & b.keys()
     rows = [_row(a[key], b[key]) for key in a if key in shared]
     left = grouped((o for key, group in a.items() if key not in shared for o in group), _loose)
     right = grouped((o for key, group in b.items() if key not in shared for o in group), _loose)
     keys = dict.fromkeys([*left, *right])
-    return rows + [_row(left.get(key, []), right.get(key, [])) for key in keys]
+    rows += [_row(left.get(key, []), right.get(key, [])) for key in keys]
+    differ = [row for row in rows if row.change != "same"]
+    return sorted(differ, key=lambda row: (-row.growth, row.kind, row.stack, row.name))
 
 
 def _key(owner: Owner) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from headroom._core.sizes import format_bytes
 
 from helpers.software_device import CAN_REHEARSE
 
@@ -144,8 +145,12 @@ PROGRAMS = {
     "fits": (LOOP, [512, 64], []),
     "again": (LOOP, [512, 64], []),
     "one step": (LOOP, [512, 64], ["--steps", "1", "--loss", "2.5", "--fail-above", "8 MiB"]),
-    "too large": (LOOP, [4096, 64], ["--snapshot", "too large.pickle"]),
-    "tried": (TRIED, [], []),
+    "too large": (
+        LOOP,
+        [4096, 64],
+        ["--snapshot", "too large.pickle"],
+    ),
+    "tried": (TRIED, [], ["--compare", "earlier.json"]),
     "planned": (PLANNED, [], []),
     "caught": (CAUGHT, [], []),
     "values": (VALUES, [], []),
@@ -153,6 +158,18 @@ PROGRAMS = {
     "threads": (THREADS, [], []),
     "backward": (BACKWARD, [], []),
     "trainer": (TRAINER, ["made"], []),
+}
+# What --compare is given: a report of before, with a line that has moved since.
+EARLIER = {
+    "format": "headroom.rehearsal/1",
+    "program": ["tried.py"],
+    "device": {"name": "H100", "memory": 80 << 30},
+    "fits": True,
+    "versions": {"python": "2.7"},
+    "peak_allocated": 5 * MiB,
+    "peak_reserved": 8 * MiB,
+    "host_peak": 9 * MiB,
+    "at_peak": [{"kind": None, "stack": ["a/b.py:3 f"], "bytes": 6 * MiB, "count": 2}],
 }
 DRIVER = """
 import argparse, json, os, sys
@@ -182,6 +199,7 @@ for name, options in every.items():
 def rehearsed(tmp_path_factory):
     """Returns of each program its exit code, its report and what it printed."""
     folder = tmp_path_factory.mktemp("rehearsed")
+    (folder / "earlier.json").write_text(json.dumps(EARLIER))
     words = {}
     for name, (text, arguments, options) in PROGRAMS.items():
         if "transformers" in text and find_spec("transformers") is None:
@@ -216,6 +234,34 @@ def test_a_program_that_fits(rehearsed):
     assert state < report["peak_allocated"] < state + 10 * MiB
     assert report["peak_allocated"] < report["peak_reserved"] < MEMORY
     assert report["step_seconds"] > 0 and "it fits" in output
+
+
+def test_what_is_live_at_the_peak(rehearsed):
+    _, report, output = rehearsed["fits"]
+    sizes = dict.fromkeys(("parameters", "gradients", "optimizer_state", None), 0)
+    for row in report["at_peak"]:
+        sizes[row["kind"]] += row["bytes"]
+    weights = 4 * (512 * 512 + 512) * 4
+    counters = 8 * 4  # steps of the fused optimizer
+    assert sizes["parameters"] == weights and sizes["optimizer_state"] == 2 * weights + counters
+    assert weights - 4 * (512 + 512) <= sizes["gradients"] <= weights
+    total = sum(sizes.values())
+    assert (
+        total
+        <= report["peak_allocated"]
+        <= total + 512 * sum(r["count"] for r in report["at_peak"])
+    )
+    (row,) = [row for row in report["at_peak"] if row["kind"] == "parameters"]
+    assert row["count"] == 8 and len(row["stack"]) == 1
+    assert row["stack"][0].endswith(f"/fits.py:{line_of(LOOP, 'Linear')} <module>")
+    shown = [format_bytes(sizes[kind]) for kind in ("optimizer_state", "parameters")]
+    assert "optimizer state {}, parameters {}".format(*shown) in output
+
+
+def test_what_grew_since_an_earlier_report(rehearsed):
+    _, _, output = rehearsed["tried"]
+    assert "-6.00 MiB  2 -> 0      gone, others: a/b.py:3 f" in output
+    assert "python: 2.7 -> 3." in output and "device: H100 -> a GPU" in output
 
 
 def test_two_rehearsals_take_the_same_bytes(rehearsed):
