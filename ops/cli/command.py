@@ -20,7 +20,7 @@ from .output import print_json
 
 __all__ = ["COMMANDS", "EXIT_CODES", "main", "make_parser"]
 
-COMMANDS = ("plan", "fit", "run", "rehearse", "report", "diff", "convert", "doctor")
+COMMANDS = ("plan", "fit", "run", "rehearse", "verify", "report", "diff", "convert", "doctor")
 EXIT_CODES = {
     0: "done; for a question such as `fit`, the answer is yes",
     1: "failed, or the answer is no; the reason is on standard error or in the output",

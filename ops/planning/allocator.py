@@ -4,10 +4,9 @@ A GPU runs out of memory when the bytes that torch has *reserved* from the drive
 and those exceed the bytes in use: requests are rounded up, they are served from segments of 2 MiB
 or 20 MiB, and a freed piece fits only what is not larger. :func:`replay` repeats those decisions.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.15, for one stream,
-outside CUDA graphs and private pools, with as much memory as is asked for. Addresses are made up:
-each segment lies above the one before, so two free blocks of one size may be chosen in another
-order.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.15, with as much
+memory as is asked for. Addresses are made up: each segment lies above the one before, so two free
+blocks of one size may be chosen in another order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one pool, by size and then address."""
+    """The free blocks of one size class and stream, by size and then address."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -105,17 +104,17 @@ class Allocator:
         requested_peak: the most bytes that the tensors needed at once.
         allocated_peak: the most in blocks in use, what ``torch.cuda.max_memory_allocated`` reports:
             ``requested_peak`` and the rounding.
-        reserved: bytes taken from the driver. Nothing is given back in the steps, so that this is
-            what ``torch.cuda.max_memory_reserved`` reports.
+        reserved: bytes taken from the driver now.
+        reserved_peak: the most, what ``torch.cuda.max_memory_reserved`` reports.
     """
 
     def __init__(self, expandable: bool = False) -> None:
         self._expandable = expandable
         self.reserved = self.allocated = self.requested = 0
-        self.allocated_peak = self.requested_peak = 0
+        self.allocated_peak = self.requested_peak = self.reserved_peak = 0
         self._end = 0  # of the addresses
         self.segments: list[Block] = []  # the first block of each
-        self._small, self._large = Pool(True), Pool(False)
+        self._pools: dict[tuple[Hashable, bool], Pool] = {}
 
     @property
     def rounding(self) -> int:
@@ -125,12 +124,14 @@ class Allocator:
     def fragmentation(self) -> int:
         return self.reserved - self.allocated_peak
 
-    def allocate(self, size: int) -> Block | None:
-        """Returns a block of at least ``size`` bytes, for 0 bytes ``None``."""
+    def allocate(self, size: int, stream: Hashable = 0) -> Block | None:
+        """Returns a block of at least ``size`` bytes, for 0 bytes ``None``. Each stream, and each
+        private pool, has blocks of its own: ``stream`` says whose."""
         if size == 0:
             return None
         rounded = _rounded_up(size, SMALLEST_BLOCK)
-        pool = self._small if rounded <= SMALL_REQUEST else self._large
+        small = rounded <= SMALL_REQUEST
+        pool = self._pools.setdefault((stream, small), Pool(small))
         block = pool.found(rounded)
         if block is None:
             block = self._expanded(pool, rounded) if self._expandable else self._new(pool, rounded)
@@ -148,10 +149,17 @@ class Allocator:
 
     def free(self, block: Block | None) -> None:
         """Makes a block free, and one with its free neighbors."""
-        if block is None:
-            return
+        if block is not None:
+            self.request_free(block)
+            self.complete_free(block)
+
+    def request_free(self, block: Block) -> None:
+        """Counts a block no more, which some stream may still use."""
         self.requested -= block.requested
         self.allocated -= block.size
+
+    def complete_free(self, block: Block) -> None:
+        """Makes a block free that is counted no more."""
         block.used = False
         pool = block.pool
         if block.after is not None and not block.after.used:
@@ -164,12 +172,16 @@ class Allocator:
         pool.add(block)
 
     def empty_cache(self) -> None:
-        """Gives back the segments that nothing uses, and counts peaks from now on."""
+        """Gives back the segments that nothing uses."""
         for block in [one for one in self.segments if not one.used and one.after is None]:
             block.pool.take(block)
             self.reserved -= block.size
             self.segments.remove(block)
+
+    def reset_peaks(self) -> None:
+        """Counts peaks from now on."""
         self.requested_peak, self.allocated_peak = self.requested, self.allocated
+        self.reserved_peak = self.reserved
 
     def _split(self, block: Block, size: int) -> None:
         """Cuts a block to ``size``; the rest is free."""
@@ -196,7 +208,7 @@ class Allocator:
             size = _rounded_up(size, LARGE_ROUNDING)
         block = Block(pool, self._end, size)
         self._end += size
-        self.reserved += size
+        self._reserve(size)
         self.segments.append(block)
         return block
 
@@ -209,15 +221,19 @@ class Allocator:
             last.size += grown
         else:
             grown = _rounded_up(size, page)
-            end = (0 if pool.small else 1 << 50) if last is None else last.address + last.size
+            end = len(self._pools) << 50 if last is None else last.address + last.size
             block = Block(pool, end, grown)
             if last is None:
                 self.segments.append(block)
             else:
                 last.append(block)
             last = pool.last = block
-        self.reserved += grown
+        self._reserve(grown)
         return last
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
 
 
 def replay(events: Iterable[tuple[Hashable, int]], expandable: bool = False) -> Allocator:
@@ -238,6 +254,7 @@ def replay(events: Iterable[tuple[Hashable, int]], expandable: bool = False) -> 
     for index, (name, size) in enumerate(events):
         if name == EMPTY_CACHE:
             allocator.empty_cache()
+            allocator.reset_peaks()
         elif size < 0:
             allocator.free(live.pop(name))
         elif name in live:

@@ -52,6 +52,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--compare", type=_earlier, metavar="FILE", help="say what grew since this --report"
     )
+    command.add_argument(
+        "--certificate", type=Path, metavar="FILE", help="write what headroom verify can replay"
+    )
     add_program(command)
 
 

@@ -24,7 +24,7 @@ from headroom._core.sizes import format_bytes
 from headroom.cli.programs import exit_code
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import device, history
+from . import certificate, device, history
 from .compare import compared
 from .earlier import FORMAT
 from .lines import line
@@ -78,6 +78,11 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
     if options.fail_above is not None and found["peak_allocated"] > options.fail_above:
         limit, peak = format_bytes(options.fail_above), format_bytes(found["peak_allocated"])
         failures.append(f"tensors took {peak}, more than {limit}")
+    if options.certificate is not None:
+        try:
+            certificate.write(options.certificate, found, recorded)
+        except ValueError as why:
+            failures.append(f"there is no certificate: {why}")
     for failure in failures:
         print(f"headroom rehearse: {failure}", file=sys.stderr)
     if options.compare is not None:

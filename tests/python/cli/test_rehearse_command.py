@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from headroom._core.sizes import format_bytes
+from headroom.cli import main
 
 from helpers.software_device import CAN_REHEARSE
 
@@ -140,16 +141,46 @@ def trained(width, steps):
 trained(256, 1)
 trained(512, 2)
 """
+STREAMS = """
+import torch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(700, 700) for _ in range(4))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+side, kept = torch.cuda.Stream(), []
+for step in range(3):
+    x = torch.randn(900, 700, device="cuda")
+    with torch.cuda.stream(side):
+        copy = torch.empty(3 << 20, device="cuda")
+    copy.record_stream(torch.cuda.current_stream())
+    x.record_stream(side)
+    model(x).square().mean().backward()
+    del copy, x
+    kept.append(torch.empty(1000 * (step + 1), 333, device="cuda"))
+    optimizer.step()
+    torch.cuda.empty_cache()
+    try:
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        optimizer.zero_grad()
+"""
+RAW = """
+import ctypes, torch
+
+torch.ones(8, device="cuda")
+ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(1 << 22))
+"""
 # Program, its arguments, and the options of its rehearsal.
 PROGRAMS = {
-    "fits": (LOOP, [512, 64], []),
-    "again": (LOOP, [512, 64], []),
+    "fits": (LOOP, [512, 64], ["--certificate", "fits.certificate"]),
+    "again": (LOOP, [512, 64], ["--certificate", "again.certificate"]),
     "one step": (LOOP, [512, 64], ["--steps", "1", "--loss", "2.5", "--fail-above", "8 MiB"]),
     "too large": (
         LOOP,
         [4096, 64],
-        ["--snapshot", "too large.pickle"],
+        ["--snapshot", "too large.pickle", "--certificate", "too large.certificate"],
     ),
+    "streams": (STREAMS, [], ["--certificate", "streams.certificate"]),
+    "raw": (RAW, [], ["--certificate", "raw.certificate"]),
     "tried": (TRIED, [], ["--compare", "earlier.json"]),
     "planned": (PLANNED, [], []),
     "caught": (CAUGHT, [], []),
@@ -159,6 +190,7 @@ PROGRAMS = {
     "backward": (BACKWARD, [], []),
     "trainer": (TRAINER, ["made"], []),
 }
+CERTIFIED = ("fits", "again", "too large", "streams")
 # What --compare is given: a report of before, with a line that has moved since.
 EARLIER = {
     "format": "headroom.rehearsal/1",
@@ -212,7 +244,7 @@ def rehearsed(tmp_path_factory):
         command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=500
     )
     assert ended.returncode == 0, ended.stderr
-    found = {}
+    found: dict = {"folder": folder}
     for line in ended.stdout.splitlines():
         name, code = line.split("\t")
         report, output = folder / f"{name}.json", (folder / f"{name}.txt").read_text()
@@ -262,6 +294,20 @@ def test_what_grew_since_an_earlier_report(rehearsed):
     _, _, output = rehearsed["tried"]
     assert "-6.00 MiB  2 -> 0      gone, others: a/b.py:3 f" in output
     assert "python: 2.7 -> 3." in output and "device: H100 -> a GPU" in output
+
+
+def test_certificates_of_two_rehearsals_are_the_same_trace(rehearsed, capsys):
+    files = [rehearsed["folder"] / f"{name}.certificate" for name in CERTIFIED]
+    assert main(["verify", *map(str, files), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["certificates"]
+    for name, row in zip(CERTIFIED, found):
+        _, report, _ = rehearsed[name]
+        peaks = {key: report[key] for key in ("peak_allocated", "peak_reserved")}
+        assert row["holds"] and row["replayed"] == peaks and row["fits"] == report["fits"]
+    first, second, *_ = (json.loads(file.read_text()) for file in files)
+    for key in ("sizes", "streams", "events", "expandable_segments"):
+        assert first[key] == second[key]
+    assert {0, 1} <= {*json.loads(files[-1].read_text())["streams"]}
 
 
 def test_two_rehearsals_take_the_same_bytes(rehearsed):
@@ -319,6 +365,13 @@ def test_values_of_small_tensors_and_reads_of_others(rehearsed):
 def test_answers_to_reads(rehearsed):
     _, _, output = rehearsed["answered"]
     assert "sum 3.0" in output and "mean 3.0 0.0 False" in output and "fused True True" in output
+
+
+def test_no_certificate_of_memory_that_torch_does_not_know(rehearsed):
+    code, report, output = rehearsed["raw"]
+    assert code == 1 and report["exit_code"] == 0 and report["peak_reserved"] == 6 * MiB
+    assert "there is no certificate: 512 B and 6.00 MiB were allocated and reserved" in output
+    assert not (rehearsed["folder"] / "raw.certificate").exists()
 
 
 def test_forks_threads_and_exit_codes(rehearsed):
