@@ -1,5 +1,5 @@
-"""Makes one HTML page of snapshots, plans, timelines, profiles and the memory ladder, for a browser
-and offline. Also shows them in the terminal."""
+"""Makes one HTML page of snapshots, plans, timelines, profiles, rehearsals and the memory ladder,
+for a browser and offline. Also shows them in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELP = "make a page of snapshots, plans and profiles"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    what = "a snapshot, plan, timeline, profile or ladder.json"
+    what = "a snapshot, plan, timeline, profile, rehearsal or ladder.json"
     command.add_argument("files", nargs="+", type=Path, metavar="FILE", help=what)
     where = "the page (default: the first FILE with .html in the current folder)"
     command.add_argument("-o", "--out", type=Path, metavar="HTML", help=where)

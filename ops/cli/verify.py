@@ -10,10 +10,10 @@ from pathlib import Path
 from headroom_rehearsal.certificate import Verified, verify
 
 from .._core.sizes import format_bytes
+from ..reports.rehearsal import VERDICTS
 from .output import print_json
 
 HELP = "replay the certificate of a rehearsal"
-VERDICTS = {True: "it fits", False: "it does not fit", None: "unknown whether it fits"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

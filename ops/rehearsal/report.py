@@ -22,6 +22,7 @@ import torch
 from headroom._core.dtensor import local_part
 from headroom._core.sizes import format_bytes
 from headroom.cli.programs import exit_code
+from headroom.reports.rehearsal import VERDICTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import certificate, device, history
@@ -221,11 +222,10 @@ def _text(found: dict[str, Any]) -> str:
     """Returns the report as lines for people."""
     of = found["device"]
     capability = f"compute capability {of['capability'] / 10:.1f}"
-    verdict = {True: "it fits", False: "it does not fit", None: "unknown whether it fits"}
     lines = [
         "",
         f"headroom rehearse: on {of['name']} of {format_bytes(of['memory'])} ({capability}) "
-        f"{verdict[found['fits']]}",
+        f"{VERDICTS[found['fits']]}",
     ]
     taken = found["peak_reserved"] + of["context"]
     rows = [

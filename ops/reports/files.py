@@ -16,7 +16,7 @@ from .._core.text import quoted
 from ..memory.events import Timeline
 from ..memory.snapshots import Snapshot, load_snapshot
 from ..planning.result import Plan
-from . import ladder, profile, recording, snapshots
+from . import ladder, profile, recording, rehearsal, snapshots
 from .limits import EVENTS, check_timeline
 
 __all__ = ["Part", "load", "read"]
@@ -27,10 +27,10 @@ MORE = "record fewer events (max_entries), or fewer steps"
 
 @dataclass
 class Part:
-    """One picture of a report, from one file: memory over time, a ladder, or a profile.
+    """One picture of a report, from one file: memory over time, a ladder, a profile, a rehearsal.
 
     Attributes:
-        kind: "recording", "ladder" or "profile".
+        kind: "recording", "ladder", "profile" or "rehearsal".
         file: the name of the file.
         title: a few words.
         content: what the page shows; ``content["summary"]`` has the numbers of ``--json``.
@@ -50,7 +50,7 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
     """Returns the parts of a report that a file has: one per device of a snapshot, else one.
 
     Takes snapshots of ``torch.cuda.memory._dump_snapshot``, plans and timelines that were saved,
-    the ladder's JSON, and profiles.
+    the ladder's JSON, profiles, and reports of rehearsals.
 
     Raises:
         OSError: the file cannot be read.
@@ -150,8 +150,8 @@ def _kind_of(value: Any, name: str) -> Callable[[Any, str], list[Part]]:
     else:
         found = f"it holds a {type(value).__name__}"
     raise ValueError(
-        f"{name} is JSON of something else ({found}): wanted a plan, a timeline, a profile or a "
-        "ladder of Headroom"
+        f"{name} is JSON of something else ({found}): wanted a plan, a timeline, a profile, a "
+        "ladder or a rehearsal of Headroom"
     )
 
 
@@ -222,8 +222,14 @@ def _profile(value: Mapping[str, Any], name: str) -> list[Part]:
     return [Part("profile", name, f"profile {name}", profile.described(value))]
 
 
+def _rehearsal(value: Mapping[str, Any], name: str) -> list[Part]:
+    content = rehearsal.described(value)
+    return [Part("rehearsal", name, f"rehearsal on {content['summary']['device']}", content)]
+
+
 FORMATS: dict[str, Callable[[Any, str], list[Part]]] = {
     "headroom.plan/1": _plan,
     "headroom.memory.timeline/1": _timeline,
     "headroom.profile": _profile,
+    "headroom.rehearsal/1": _rehearsal,
 }

@@ -22,7 +22,15 @@ from .kinds import COLORS, UNKNOWN, color_of
 __all__ = ["page_of"]
 
 FOLDER = Path(__file__).parent / "page-files"
-SCRIPTS = ("base.js", "timeline.js", "breakdown.js", "tables.js", "profile.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "timeline.js",
+    "breakdown.js",
+    "tables.js",
+    "profile.js",
+    "rehearsal.js",
+    "main.js",
+)
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -9,6 +9,7 @@ from typing import Any
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from .files import Part
+from .rehearsal import VERDICTS
 
 __all__ = ["text_of"]
 
@@ -37,9 +38,28 @@ def _recording(content: dict[str, Any], top: int) -> list[str]:
     if "total_bytes" in facts:
         lines.append(f"{format_bytes(facts['total_bytes'])} on {facts['device']}, predicted")
     lines += [f"peak of tensors {format_bytes(peak)}, {_where(facts)}", "", *_area(content), ""]
+    lines += [*_kinds(facts), *_owners(content, top)]
+    if "segments" in facts:
+        held = facts["segments"]
+        lines += [
+            "",
+            f"reserved {format_bytes(held['reserved_bytes'])} in {held['segments']} segments, "
+            f"in use {format_bytes(held['allocated_bytes'])}, largest free block "
+            f"{format_bytes(held['largest_free_block_bytes'])}",
+        ]
+    return lines + content["notes"]
+
+
+def _kinds(facts: dict[str, Any]) -> list[str]:
+    lines = []
     for kind, size in facts["peak_by_kind"].items():
-        share, name = size / max(1, peak), kind.replace("_", " ")
+        share, name = size / max(1, facts["peak_bytes"]), kind.replace("_", " ")
         lines.append(f"{name:<18}{format_bytes(size):>11}{share:>8.1%}  {_bar(share)}")
+    return lines
+
+
+def _owners(content: dict[str, Any], top: int) -> list[str]:
+    lines: list[str] = []
     owners = [owner for owner in content["owners"] if owner[4]][:top]
     if owners:
         lines += ["", f"{'owners at the peak':<44}{'bytes':>11}{'count':>8}"]
@@ -51,15 +71,25 @@ def _recording(content: dict[str, Any], top: int) -> list[str]:
             del names[0]  # the name of a parameter begins with that of its module
         name = " ".join(filter(None, names)) or (strings[stacks[0]] if stacks else "unknown")
         lines.append(f"{shortened(name, 42):<44}{format_bytes(size):>11}{count:>8}")
-    if "segments" in facts:
-        held = facts["segments"]
-        lines += [
-            "",
-            f"reserved {format_bytes(held['reserved_bytes'])} in {held['segments']} segments, "
-            f"in use {format_bytes(held['allocated_bytes'])}, largest free block "
-            f"{format_bytes(held['largest_free_block_bytes'])}",
-        ]
-    return lines + content["notes"]
+    return lines
+
+
+def _rehearsal(content: dict[str, Any], top: int) -> list[str]:
+    facts = content["summary"]
+    device = f"{facts['device']} of {format_bytes(facts['device_bytes'])}"
+    lines = [
+        f"{facts['program']}: {VERDICTS[facts['fits']]} on {device}",
+        f"peak of tensors {format_bytes(facts['peak_bytes'])}, reserved "
+        f"{format_bytes(facts['peak_reserved_bytes'])}, and about "
+        f"{format_bytes(facts['context_bytes'])} of context",
+        "",
+        *_kinds(facts),
+        *_owners(content, top),
+    ]
+    for one in content["refused"][:top]:
+        sizes = f"{format_bytes(one['asked'])} beside {format_bytes(one['allocated'])}"
+        lines += ["", f"ran out: {sizes} of tensors, at {one['line']}"]
+    return lines
 
 
 def _where(facts: dict[str, Any]) -> str:
@@ -115,4 +145,9 @@ def _profile(content: dict[str, Any], top: int) -> list[str]:
     return lines + content["notes"]
 
 
-SHOWN = {"recording": _recording, "ladder": _ladder, "profile": _profile}
+SHOWN = {
+    "recording": _recording,
+    "ladder": _ladder,
+    "profile": _profile,
+    "rehearsal": _rehearsal,
+}

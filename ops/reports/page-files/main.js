@@ -1,6 +1,15 @@
 "use strict";
 // Puts the page together: a tab per part, numbers first.
 
+// A row of colors, as wide as their bytes: [name, bytes, color].
+function stripe(parts, whole, label) {
+  return el("div", { className: "stripe", role: "img", "aria-label": label }, ...parts.map(([name, size, color]) => el("div", {
+    style: { width: `${(100 * size) / Math.max(1, whole)}%`, background: color },
+    onpointermove: (event) => showTip(event, el("h3", null, name), el("div", null, `${bytes(size)}, ${percent(size, whole)}`)),
+    onpointerleave: hideTip,
+  })));
+}
+
 function recordingPart(content) {
   const facts = content.summary;
   const total = facts.total_bytes;
@@ -16,16 +25,11 @@ function recordingPart(content) {
   const parts = [...Object.entries(facts.peak_by_kind).map(([kind, size]) => [words(kind), size, data.colors[kind]]),
     ...share.map(([name, size]) => [name, size, data.colors.temporaries])];
   const whole = parts.reduce((sum, [, size]) => sum + size, 0);
-  const stripe = el("div", { className: "stripe", role: "img", "aria-label": "the peak by kind" }, ...parts.map(([name, size, color]) => el("div", {
-    style: { width: `${(100 * size) / Math.max(1, whole)}%`, background: color },
-    onpointermove: (event) => showTip(event, el("h3", null, name), el("div", null, `${bytes(size)}, ${percent(size, whole)}`)),
-    onpointerleave: hideTip,
-  })));
   const options = content.plan ? Object.entries(content.plan.options).map(([name, value]) => `${name} ${value}`).join(", ") : "";
   return [
     tiles,
     options ? el("p", null, options) : null,
-    el("section", null, el("div", { className: "head" }, el("h2", null, "The peak by kind")), stripe,
+    el("section", null, el("div", { className: "head" }, el("h2", null, "The peak by kind")), stripe(parts, whole, "the peak by kind"),
       el("div", { className: "legend" }, ...parts.map(([name, size, color]) => entry(color, `${name} ${bytes(size)}`)))),
     timelineSection(content), breakdownSection(content), ownersSection(content),
     content.segments ? segmentsSection(content.segments) : null,
@@ -39,7 +43,7 @@ function ladderPart(content) {
     tile(percent(least, first), "of the first"), tile(count(rungs.length), "rungs")), ladderSection(content)];
 }
 
-const PARTS = { recording: recordingPart, ladder: ladderPart, profile: profilePart };
+const PARTS = { recording: recordingPart, ladder: ladderPart, profile: profilePart, rehearsal: rehearsalPart };
 
 function start() {
   const root = document.documentElement;

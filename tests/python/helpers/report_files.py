@@ -11,7 +11,7 @@ from headroom.memory import Allocation, Span, Timeline
 from headroom.memory.events import KINDS
 from headroom.planning import DeviceShare, Plan
 
-__all__ = ["ladder", "plan", "profile", "snapshot", "timeline", "write_snapshot"]
+__all__ = ["ladder", "plan", "profile", "rehearsal", "snapshot", "timeline", "write_snapshot"]
 
 
 def frames(module: int, line: int) -> list[dict[str, Any]]:
@@ -167,3 +167,30 @@ def profile(modules: int = 12) -> dict[str, Any]:
         },
         "notes": ["A note."],
     }  # fmt: skip
+
+
+def rehearsal() -> dict[str, Any]:
+    """The report of a program that does not fit: 52 MiB and 1,024 bytes of tensors, of which the
+    gradients have no line."""
+    mib = 1 << 20
+    rows = [
+        ("parameters", ["model.py:3 Block", "train.py:9 main"], 20 * mib, 8),
+        ("optimizer_state", ["train.py:14 main"], 16 * mib, 16),
+        ("gradients", [], 10 * mib, 8),
+        (None, ["model.py:12 forward", "train.py:12 main"], 6 * mib + 1000, 3),
+    ]
+    return {
+        "format": "headroom.rehearsal/1",
+        "program": ["train.py", "--batch", "8"],
+        "device": {"name": "T4", "memory": 600 * mib, "context": 300 * mib, "capability": 75},
+        "versions": {"python": "3.11.1", "torch": "2.14.0", "trl": "1.0"},
+        "fits": False,
+        "peak_allocated": 52 * mib + 1024,
+        "peak_reserved": 92 * mib,
+        "host_peak": 700 * mib,
+        "steps": 2,
+        "after_step": {"parameters": 20 * mib, "gradients": 20 * mib, "optimizer_state": 16 * mib},
+        "refused": [{"asked": 300 * mib, "allocated": 52 * mib, "line": "train.py:15"}],
+        "unknown_reads": {"train.py:16 aten::_local_scalar_dense": 2},
+        "at_peak": [dict(zip(("kind", "stack", "bytes", "count"), row)) for row in rows],
+    }

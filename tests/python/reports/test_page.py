@@ -12,6 +12,14 @@ from helpers import report_files
 from helpers.browser import Browser, find_browser
 
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=2>"
+FILES = (
+    "timeline.json",
+    "plan.json",
+    "run.pickle",
+    "ladder.json",
+    "profile.json",
+    "rehearsal.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +46,12 @@ def page(tmp_path_factory):
     ladder["rungs"][1]["title"] = profile["modules"][1]["name"] = HOSTILE
     (folder / "ladder.json").write_text(json.dumps(ladder))
     (folder / "profile.json").write_text(json.dumps(profile))
-    names = ("timeline.json", "plan.json", "run.pickle", "ladder.json", "profile.json")
+    rehearsal = report_files.rehearsal()
+    rehearsal["program"][0] = rehearsal["refused"][0]["line"] = HOSTILE
+    rehearsal["at_peak"][0]["stack"][0] = rehearsal["versions"]["trl"] = HOSTILE
+    (folder / "rehearsal.json").write_text(json.dumps(rehearsal))
     out = folder / "report.html"
-    report([folder / name for name in names], out, title=HOSTILE)
+    report([folder / name for name in FILES], out, title=HOSTILE)
     return out
 
 
@@ -143,6 +154,29 @@ def test_treemap_and_flame_graph(browser, page):
     assert "train.py:12 main › model/block.py:1" in text(browser, ".crumbs")
 
 
+def test_a_rehearsal(browser, page):
+    browser.open(page)
+    tab(browser, 5)
+    tiles = browser.run("[...document.querySelectorAll('.tile b')].map(b => b.innerText)")
+    mib = 1 << 20
+    held = (92 + 300) * mib
+    sizes = [52 * mib + 1024, 92 * mib, 600 * mib - held, 700 * mib]
+    assert tiles == ["it does not fit", *map(format_bytes, sizes), "2"]
+    # The device, as wide as its memory: what is known of tensors, the rest, and what is left.
+    widths = browser.run("[...document.querySelectorAll('.stripe div')].map(d => d.offsetWidth)")
+    whole = browser.place(".stripe")[2]
+    parts = (20 * mib, 16 * mib, 10 * mib, 6 * mib + 1000, 40 * mib - 1000, 300 * mib, 208 * mib)
+    assert widths == pytest.approx([whole * size / (600 * mib) for size in parts], abs=1.5)
+    assert "300 MiB\t52.0 MiB\t" in text(browser, "tbody")
+    rows = browser.run("[...document.querySelectorAll('table.owners tr')].map(r => r.innerText)")
+    assert [row.split("\t")[2] for row in rows[1:]] == [
+        "20.0 MiB",
+        "16.0 MiB",
+        "10.0 MiB",
+        "6.00 MiB",
+    ]
+
+
 def test_small_boxes_have_names_and_are_no_tab_stops(browser, page):
     browser.open(page)
     boxes = "[...document.querySelectorAll('.boxes button')]"
@@ -225,7 +259,7 @@ def test_what_is_on_the_host_is_a_line_of_its_own(browser, tmp_path):
 def test_every_part_fits_the_screen_in_light_and_dark(browser, page, width, dark):
     browser.open(page, width=width, height=844, dark=dark)
     paper = "getComputedStyle(document.body).backgroundColor"
-    for number in range(5):
+    for number in range(6):
         tab(browser, number)
         assert browser.run("document.querySelectorAll('.tile').length") >= 3, number
         assert browser.run("document.documentElement.scrollWidth") <= width, number
@@ -237,7 +271,7 @@ def test_every_part_fits_the_screen_in_light_and_dark(browser, page, width, dark
 
 def test_texts_of_files_are_texts(browser, page):
     browser.open(page)
-    for number in range(5):
+    for number in range(6):
         tab(browser, number)
         shown = browser.run("document.body.textContent")
         assert "<img src=x onerror" in shown, number
@@ -255,9 +289,8 @@ def test_texts_of_files_are_texts(browser, page):
 
 
 def test_the_same_files_give_the_same_page(page, tmp_path):
-    names = ("timeline.json", "plan.json", "run.pickle", "ladder.json", "profile.json")
     again = tmp_path / "again.html"
-    report([page.parent / name for name in names], again, title=HOSTILE)
+    report([page.parent / name for name in FILES], again, title=HOSTILE)
     assert again.read_bytes() == page.read_bytes()
     assert HOSTILE.encode() not in page.read_bytes()
     assert b"http" not in page.read_bytes().replace(b"http-equiv", b"")

@@ -144,6 +144,29 @@ def test_profiles_with_one_value_changed(path, value, message, tmp_path, capsys)
     refused(tmp_path / "profile.json", message, capsys)
 
 
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("fits",), 1.5, "fits is 1.5"),
+        (("device",), "T4", "the device is a str"),
+        (("device", "memory"), "much", "the memory of the device is 'much'"),
+        (("program", 1), 3, "a word of the program is a int"),
+        (("at_peak",), {}, "at_peak is a dict"),
+        (("at_peak", 0, "kind"), "jokes", "a kind is 'jokes'"),
+        (("at_peak", 0, "stack", 1), None, "a line of a stack is a NoneType"),
+        (("at_peak", 0, "bytes"), -1, "bytes is -1"),
+        (("at_peak", 1), {}, "'kind' is missing"),
+        (("refused", 0, "asked"), [], "what was asked for is []"),
+        (("unknown_reads",), 3, "is damaged"),
+        (("versions", "torch"), 2, "a version is a int"),
+    ],
+)
+def test_rehearsals_with_one_value_changed(path, value, message, tmp_path, capsys):
+    bad = changed(report_files.rehearsal(), *path, to=value)
+    (tmp_path / "rehearsal.json").write_text(json.dumps(bad))
+    refused(tmp_path / "rehearsal.json", message, capsys)
+
+
 def test_files_that_are_no_files(tmp_path, capsys):
     with pytest.raises(ValueError, match="there is no .*missing"):
         read(tmp_path / "missing")
@@ -254,6 +277,30 @@ def test_what_a_plan_says_beside_its_timeline(tmp_path):
     plan.model = ""
     plan.save(tmp_path / "plan.json")
     assert read(tmp_path / "plan.json")[0].title == "plan"
+
+
+def test_a_rehearsal_that_does_not_fit(tmp_path):
+    value = report_files.rehearsal()
+    (tmp_path / "rehearsal.json").write_text(json.dumps(value))
+    [part] = read(tmp_path / "rehearsal.json")
+    facts = part.summary
+    assert part.title == "rehearsal on T4" and facts["kind"] == "rehearsal"
+    assert facts["fits"] is False and facts["peak_bytes"] == value["peak_allocated"]
+    kinds = {row["kind"] or "unknown": row["bytes"] for row in value["at_peak"]}
+    assert facts["peak_by_kind"] == kinds
+    shown = terminal.text_of([part])
+    for words in (
+        "train.py --batch 8: it does not fit on T4 of 600 MiB",
+        "peak of tensors 52.0 MiB, reserved 92.0 MiB, and about 300 MiB of context",
+        "ran out: 300 MiB beside 52.0 MiB of tensors, at train.py:15",
+    ):
+        assert words in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("optimizer state")]
+    assert row.split()[2:5] == ["16.0", "MiB", "30.8%"]
+    (owner,) = [line for line in shown.splitlines() if line.startswith("model.py:3 Block")]
+    assert owner.split()[2:] == ["20.0", "MiB", "8"]
+    with pytest.raises(ValueError, match="has no memory over time"):
+        files.load(tmp_path / "rehearsal.json")
 
 
 def test_what_has_memory_over_time_is_loaded(tmp_path):
