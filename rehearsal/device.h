@@ -124,6 +124,13 @@ bool is_pageable(const void *address);                 // host memory that CUDA 
 bool reserve(int device, size_t bytes);                // counts them; false: they do not fit
 void give_back(int device, size_t bytes);
 
+// ---- host_memory.cpp: what the program has of the host's -----------------------------------------
+
+enum class HostKind { pinned, tensors, arena };
+bool take_host(HostKind kind, const void *address, size_t bytes); // false: it is above the limit
+void give_host(const void *address);
+void tell_refused(HostKind kind, size_t bytes); // without a lock: what is told may wait for Python's
+
 // ---- host.cpp -----------------------------------------------------------------------------------
 
 extern Clock host_clock; // what the host has waited for

@@ -52,7 +52,6 @@ void fill_poison(const Stream *writer, const char *begin, size_t bytes)
             if (p->stream != writer && p->begin < begin + bytes && begin < p->begin + p->bytes)
                 p->fill();
 }
-size_t pinned = 0, pinned_peak = 0;
 
 std::map<const char *, Block>::iterator block_of(const void *address)
 {
@@ -110,9 +109,10 @@ cudaError_t allocate(void **address, size_t bytes, cudaMemoryType type)
             give_back(device, whole);
         return fail(cudaErrorMemoryAllocation);
     }
-    if (!is_on_device) {
-        pinned += bytes;
-        pinned_peak = std::max(pinned_peak, pinned);
+    if (!is_on_device && !take_host(HostKind::pinned, begin, bytes)) {
+        map_nothing(begin, whole);
+        mutex.without([=] { tell_refused(HostKind::pinned, bytes); });
+        return fail(cudaErrorMemoryAllocation);
     }
     blocks[begin] = {bytes, whole, type, device};
     *address = begin;
@@ -135,7 +135,7 @@ cudaError_t release(void *address, cudaMemoryType type)
     if (type == cudaMemoryTypeDevice)
         give_back(block->second.device, block->second.mapped);
     else
-        pinned -= block->second.bytes;
+        give_host(address);
     map_nothing(address, block->second.mapped);
     blocks.erase(block);
     return cudaSuccess;
@@ -240,11 +240,6 @@ EXPORT size_t rehearsal_peak(int device)
 {
     Lock lock(mutex);
     return usages[device].peak;
-}
-EXPORT size_t rehearsal_pinned_peak()
-{
-    Lock lock(mutex);
-    return pinned_peak;
 }
 EXPORT int rehearsal_on_device(const void *address, size_t bytes)
 {

@@ -57,6 +57,7 @@ def exit_code(error: BaseException | None) -> int:
         trace = trace.tb_next  # what called start()
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
         trace = trace.tb_next
+    sys.last_value = error  # as Python does
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
 

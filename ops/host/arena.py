@@ -34,11 +34,12 @@ SHARE = 0.8  # of the memory that can be had, which an arena takes at most
 
 
 class Slab(NamedTuple):
-    """Says how many bytes an arena has taken, and for what."""
+    """Says how many bytes an arena has taken, for what, and whether they are a file on a disk."""
 
     size: int
     kind: str
     owner: str
+    on_disk: bool = False
 
 
 _slabs: dict[int, Slab] = {}  # by their addresses
@@ -201,7 +202,7 @@ class HostArena:
                 undo = pinned(slab, device)
             elif device.type == "cpu" and isinstance(mapping, MappedFile):
                 undo = copied_through_file(slab, mapping)
-            _slabs[slab.data_ptr()] = taken = Slab(size, kind, owner)
+            _slabs[slab.data_ptr()] = taken = Slab(size, kind, owner, self.file is not None)
             self._count(size, kind, owner)
             _tell(slab.data_ptr(), taken)
         # The mapping lives until the last tensor has dropped the view, and is unregistered before.

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .trainer_optimizers import add_handlers, add_names
 
-__all__ = ["Budget", "after_import", "register_later"]
+__all__ = ["Budget", "UnknownLoop", "after_import", "register_later"]
 
 TRAINER, LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
 
@@ -24,6 +24,10 @@ def register_later() -> None:
     """Adds the names of Headroom's optimizers to transformers when a program imports that."""
     after_import("transformers.training_args", add_names)
     after_import("transformers.trainer_optimizer", add_handlers)
+
+
+class UnknownLoop(RuntimeError):
+    """An optimizer steps in a loop that nothing here can fit into a budget."""
 
 
 class Budget:
@@ -90,7 +94,7 @@ class Budget:
 
     def _refuse(self, optimizer: Any, *given: Any) -> None:
         """Refuses the first step of a loop that nothing here can plan."""
-        raise RuntimeError(
+        raise UnknownLoop(
             f"a budget was given, and {type(optimizer).__name__} steps in a loop that belongs "
             "neither to the Trainer of transformers nor to that of Lightning, so that nothing fits "
             "it into the budget: call headroom.fit in the program, in a loop of accelerate "

@@ -147,7 +147,6 @@ def _declare(runtime: ctypes.CDLL) -> None:
         "gpus": (text, []),
         "used": (size, [ctypes.c_int]),
         "peak": (size, [ctypes.c_int]),
-        "pinned_peak": (size, []),
         "pending": (ctypes.c_uint64, []),
         "launches": (ctypes.c_uint64, []),
     }

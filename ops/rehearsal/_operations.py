@@ -23,10 +23,15 @@ _HALF = {
     for d in vars(torch).values()
     if isinstance(d, torch.dtype) and d.is_floating_point and d.itemsize <= 2
 }
+# Of a number beside a tensor with dimensions, whose dtype the result has: no bit is lost.
+_EXACT = {(float, True): torch.float64, (int, True): torch.float64, (int, False): torch.int64}
 EMPTIES = {
     name: torch.library.get_kernel(f"aten::{name}", "CUDA")
     for name in ("empty.memory_format", "empty_strided", "resize_")
 }
+
+HOST_KERNELS: dict = {}
+"""The CPU's own kernels of operations for which others were registered, by their names."""
 
 # What allocates, makes views, or asks about a tensor stays torch's own.
 KEPT = {
@@ -76,11 +81,11 @@ def cannot_compute(name: str, why: object) -> NotImplementedError:
 
 
 class Operation:
-    """An aten operation: its schema, its CUDA code and what computes its values."""
+    """An operation: its schema, torch's own code for a device, and what computes its values."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, key: str = "CUDA"):
         self.name, self.bytes = name, name.encode()
-        self.cuda = torch.library.get_kernel(name, "CUDA")
+        self.native = torch.library.get_kernel(name, key)
 
     def __getattr__(self, attribute: str):
         # The rest is found out at the first call: there are 1,200 operations, and few are called.
@@ -129,11 +134,13 @@ class Operation:
         self._cpu = None
         if self._written_here is None:
             with contextlib.suppress(RuntimeError):
-                self._cpu = torch.library.get_kernel(self.name, "CPU")
+                own = HOST_KERNELS.get(self.name)
+                self._cpu = own or torch.library.get_kernel(self.name, "CPU")
         else:
             self._takes_state = "state" in inspect.signature(self._written_here).parameters
             self.random = self._takes_state
         self.computable = self._cpu is not None or self._written_here is not None
+        self.makes_tensors = bool(self._new)
         self._numbers = torch._C._should_allow_numbers_as_tensors(packet)
         self._widen = short.partition(".")[0] in _WIDENED
         self.fills = short.partition(".")[0] in _FILLS or any(out for *_, out in at + named)
@@ -202,11 +209,8 @@ class Operation:
         return args, kwargs
 
     def without_numbers(self, args):
-        """Returns the arguments with numbers that torch had wrapped as tensors again.
-
-        Of their values nothing is computed; their dtype gives the result the dtype it has with
-        the number.
-        """
+        """Returns the arguments with numbers that torch had wrapped as tensors again, of dtypes
+        with which results have the dtype that they have with the number."""
         for i in self._single:
             if i < len(args) and type(args[i]) in NUMBERS:
                 args = list(args)
@@ -218,10 +222,9 @@ class Operation:
         others = [args[k] for k in self._single[first:] if k != i and k < len(args)]
         others = [v for v in others if v is not None] or [args[i]]
         dtype = torch.result_type(others[0], args[i])
-        try:
-            return torch.scalar_tensor(args[i], dtype=dtype)
-        except RuntimeError:  # too large for it, and kernels that do nothing do not care
-            return torch.ones((), dtype=dtype)
+        if isinstance(others[0], Tensor) and others[0].dtype == dtype and others[0].dim():
+            dtype = _EXACT.get((type(args[i]), dtype.is_floating_point), dtype)
+        return _number(args[i], dtype)
 
     # ---- Values ---------------------------------------------------------------------------------
 
@@ -356,6 +359,15 @@ class Operation:
         except Exception:  # its CUDA code says what is wrong
             return False
         return any(t.nbytes > limit for t in self.fresh_tensors(result))
+
+
+@functools.lru_cache(4096, typed=True)
+def _number(value: object, dtype: torch.dtype) -> Tensor:
+    """Returns a number as a tensor, which nothing may write."""
+    try:
+        return torch.scalar_tensor(value, dtype=dtype)
+    except RuntimeError:  # too large for it, and kernels that do nothing do not care
+        return torch.ones((), dtype=dtype)
 
 
 def _meta(t, *_: bool):

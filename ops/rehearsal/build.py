@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Of a checkout, or beside this file in a wheel.
 SOURCES = next(f for f in (HERE / "sources", HERE.parent.parent / "rehearsal") if f.is_dir())
-RUNTIME = ("cudart", "host", "memory", "order", "settings", "streams")
+RUNTIME = ("cudart", "host", "host_memory", "memory", "order", "settings", "streams")
 FLAGS = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 

@@ -33,6 +33,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--capability", type=_capability, metavar="X.Y", help="compute capability, such as 8.6"
     )
+    command.add_argument(
+        "--host-memory", type=_size, metavar="SIZE", help='of the host, such as "64 GiB"'
+    )
+    command.add_argument(
+        "--devices", type=_count, default=1, metavar="N", help="rehearse rank 0 of N ranks"
+    )
     command.add_argument("--gpus", action="store_true", help="list the GPUs that are known")
     command.add_argument(
         "--steps", type=_count, default=STEPS, metavar="N", help="end after N steps; default: 3"
@@ -41,7 +47,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--loss", type=float, metavar="X", help="what a loss that is read is, which is 0 without"
     )
     command.add_argument(
+        "--no-weights",
+        action="store_true",
+        help="from_pretrained of transformers needs the configuration alone",
+    )
+    command.add_argument(
         "--fail-above", type=_size, metavar="SIZE", help="exit with 1 if tensors take more"
+    )
+    command.add_argument(
+        "--advise",
+        action="store_true",
+        help="if it does not fit, rehearse it with options of headroom run until it does",
     )
     command.add_argument(
         "--snapshot", type=Path, metavar="FILE", help="write what was allocated, for memory_viz"
@@ -92,6 +108,10 @@ def _device(options: argparse.Namespace) -> dict[str, Any]:
     """
     if not words_of(options):
         raise ValueError(MISSING)
+    if options.advise and os.path.basename(words_of(options)[0]) == "headroom":
+        raise ValueError(
+            "--advise tries options of headroom run itself: give the program without headroom run"
+        )
     known = gpus()
     names = {name.lower(): name for name in known}
     name = None
@@ -126,7 +146,7 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     """Starts the device, and returns what starts the program."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of other devices
     numbers = {name: wanted[name] for name in ("memory", "capability", "context")}
-    runtime = start(wanted["gpu"], computed=COMPUTED, **numbers)
+    runtime = start(wanted["gpu"], computed=COMPUTED, devices=options.devices, **numbers)
     import torch
 
     from .installed import redirect
@@ -139,12 +159,15 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     import headroom  # noqa: F401  (registers its ops)
     from headroom.cli.programs import LAUNCHERS, starting
 
+    from .host import install
+
     compute(device(), "headroom")
+    install(runtime, COMPUTED)
     words = words_of(options)
     if os.path.basename(words[0]) in LAUNCHERS:
         raise ValueError(
             f"{words[0]} starts its program in other processes, which would not be rehearsed; give "
-            "the program itself"
+            "the program itself, with --devices for several ranks"
         )
     return starting(words, options.is_module)
 

@@ -12,7 +12,7 @@ from .history import place_of
 
 __all__ = ["compared"]
 
-_TOTALS = {"live": "peak_allocated", "reserved": "peak_reserved", "the host's memory": "host_peak"}
+_TOTALS = {"live": "peak_allocated", "reserved": "peak_reserved"}
 
 
 def compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
@@ -28,6 +28,7 @@ def compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
         for kind in names
     }
     totals = {row: (before[key], after[key]) for row, key in _TOTALS.items()}
+    totals["the host's memory"] = before["host"]["peak"], after["host"]["peak"]
     a, b = (one["versions"] | {"device": one["device"]["name"]} for one in (before, after))
     notes = [
         f"{part}: {a.get(part, 'none')} -> {b.get(part, 'none')}"

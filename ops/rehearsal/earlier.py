@@ -43,8 +43,8 @@ def check_report(report: Mapping[str, Any]) -> None:
     Raises:
         KeyError, TypeError, AttributeError, ValueError: something is missing, or another type.
     """
-    numbers = [report[key] for key in ("peak_allocated", "peak_reserved", "host_peak")]
-    numbers.append(report["device"]["memory"])
+    numbers = [report["peak_allocated"], report["peak_reserved"]]
+    numbers += [report["device"]["memory"], report["host"]["peak"]]
     texts = [report["device"]["name"], *report["program"], *report["versions"].values()]
     for row in report["at_peak"]:
         numbers += [row["bytes"], row["count"]]

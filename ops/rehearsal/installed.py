@@ -14,7 +14,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-__all__ = ["redirect"]
+__all__ = ["redirect", "redirect_calls"]
 
 _SIZE = 13  # of the jump
 _KEPT = ("__cudaRegister", "__cudaUnregister")  # called as the library is loaded and as it goes
@@ -41,6 +41,31 @@ def redirect(library: Path, runtime: ctypes.CDLL) -> None:
             target = getattr(runtime, name, None)
             if target is not None:
                 _jump(base + offset, _address(target))
+
+
+def redirect_calls(library: str, functions: dict[str, ctypes._FuncPointer]) -> None:
+    """Sends calls that a loaded library makes of others to functions of the same names.
+
+    Args:
+        library: its file name.
+        functions: by their names, which the library's table of addresses has.
+    """
+    rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
+    starts = [
+        (row[0], row[2], row[5]) for row in rows if row[5:] and row[5].endswith("/" + library)
+    ]
+    where, offset, path = starts[0]
+    base = int(where.partition("-")[0], 16) - int(offset, 16)
+    text = subprocess.run(
+        ["readelf", "--relocs", "--wide", path], capture_output=True, text=True, check=True
+    ).stdout
+    for row in (line.split() for line in text.splitlines()):
+        name = row[4].partition("@")[0] if len(row) > 4 and row[2].startswith("R_X86_64_") else ""
+        if name in functions:
+            place = base + int(row[0], 16)
+            page = place & -mmap.PAGESIZE
+            _protect(page, place + 8 - page, mmap.PROT_READ | mmap.PROT_WRITE)
+            ctypes.c_uint64.from_address(place).value = _address(functions[name])
 
 
 def _functions(library: Path) -> dict[str, tuple[int, int]]:
@@ -70,4 +95,4 @@ def _jump(begin: int, to: int) -> None:
 def _protect(page: int, size: int, how: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(size), how):
-        raise OSError(ctypes.get_errno(), "the code of libheadroom cannot be written")
+        raise OSError(ctypes.get_errno(), "a page of a library cannot be written")

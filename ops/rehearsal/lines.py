@@ -6,12 +6,20 @@ import os
 import sys
 import sysconfig
 import threading
-from types import FrameType
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import FrameType, TracebackType
 
-__all__ = ["line"]
+__all__ = ["line", "line_of"]
 
 _DEVICE = ("/torch/", "/headroom_rehearsal/", "/ops/rehearsal/", "/headroom/cli/", "<")
-_LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + os.sep)
+_HEADROOM = find_spec("headroom")
+_LIBRARIES = (
+    "/site-packages/",
+    "/dist-packages/",
+    sysconfig.get_path("stdlib") + os.sep,
+    *(() if _HEADROOM is None else _HEADROOM.submodule_search_locations or ()),
+)
 
 
 def line() -> str:
@@ -26,13 +34,30 @@ def line() -> str:
     return found or "?"
 
 
+def line_of(trace: TracebackType | None) -> str:
+    """Returns the line of the user's program that a traceback goes through last."""
+    frames = [(step.tb_frame.f_code.co_filename, step.tb_lineno) for step in _steps(trace)]
+    own = [f"{name}:{number}" for name, number in frames if _is_users(name)]
+    return own[-1] if own else "?"
+
+
+def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_users(name: str) -> bool:
+    return not any(part in name for part in (*_DEVICE, *_LIBRARIES))
+
+
 def _line(frame: FrameType | None) -> str | None:
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _DEVICE):
             here = f"{name}:{frame.f_lineno}"
-            if not any(part in name for part in _LIBRARIES):
+            if _is_users(name):
                 return here if inner is None else f"{here}, in {inner}"
             inner = inner or here
         frame = frame.f_back

@@ -10,12 +10,11 @@ import json
 import os
 import pickle
 import platform
-import resource
 import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +25,12 @@ from headroom.reports.rehearsal import VERDICTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import certificate, device, history
+from .advice import Place, advise
 from .compare import compared
 from .earlier import FORMAT
+from .host import Host, in_words, ran_out
 from .lines import line
+from .weights import load_no_weights
 
 __all__ = ["rehearse"]
 
@@ -46,9 +48,16 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
         BaseException: what the program ended with, such as SystemExit.
     """
     seen = _Seen(options.steps)
+    host = Host(device().runtime, options.host_memory, device().limit)
     device().answer = options.loss
     history.record()
-    process = os.getpid()
+    process, place = os.getpid(), Place.now()
+    if options.devices > 1:
+        from .ranks import be_first_of
+
+        be_first_of(options.devices)
+    if options.no_weights:
+        load_no_weights()
     error: BaseException | None = None
     try:
         start()
@@ -63,7 +72,12 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
         ended, left = _code_of(raised), raised
     except BaseException as raised:
         ended, left = 1, raised
+    if isinstance(error, SystemExit):
+        error = getattr(sys, "last_value", error)  # that a command has printed
     found = seen.report(wanted) | {"exit_code": ended}
+    found |= {"ranks": options.devices, "host": host.report(error)}
+    if found["host"]["refused"]:
+        found["fits"] = False
     recorded = history.recorded()
     if recorded is not None:
         found["at_peak"] = history.at_peak(recorded, seen.kinds())
@@ -72,6 +86,7 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
             found["snapshot"] = str(options.snapshot)
     name = f"exit code {ended}" if isinstance(error, SystemExit) else type(error).__name__
     found["error"] = None if error is None or ended == 0 else name
+    found["message"] = None if found["error"] is None else str(error)
     if found["fits"] and found["error"] is not None:
         found["fits"] = None
     print(_text(found), file=sys.stderr)
@@ -88,6 +103,8 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
         print(f"headroom rehearse: {failure}", file=sys.stderr)
     if options.compare is not None:
         print(compared(*options.compare, found), file=sys.stderr)
+    if options.advise and found["refused"]:
+        found["advice"] = advise(options, found, place)
     if options.report is not None:
         options.report.write_text(json.dumps(found, indent=2))
     if left is not None and not (failures and ended == 0):
@@ -168,7 +185,6 @@ class _Seen:
             "refused": self._refused,
             "unknown_reads": dict(runtime.reads.most_common()),
             "seconds": time.monotonic() - self._begin,
-            "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "snapshot": None,
             "at_peak": [],
         }
@@ -180,7 +196,7 @@ class _Seen:
             for kind, tensors in _held(optimizer).items():
                 for t in tensors:
                     with contextlib.suppress(RuntimeError):  # a subclass without memory of its own
-                        found[local_part(t).untyped_storage().data_ptr()] = kind
+                        found[t.untyped_storage().data_ptr()] = kind
         return found
 
 
@@ -192,7 +208,7 @@ def _held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
     ]
     kinds = {"parameters": params, "gradients": [p.grad for p in params], "optimizer_state": states}
     return {
-        kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda]
+        kind: [t for t in map(local_part, tensors) if isinstance(t, torch.Tensor) and t.is_cuda]
         for kind, tensors in kinds.items()
     }
 
@@ -218,6 +234,18 @@ def _by(key: Callable[[dict[str, Any]], str], rows: list[dict[str, Any]]) -> lis
     return sizes.most_common()
 
 
+def _refusal(one: dict[str, Any]) -> str:
+    asked, live = format_bytes(one["asked"]), format_bytes(one["allocated"])
+    return f"{asked} asked for beside {live} of tensors, at {one['line']}"
+
+
+def _times(what: str, refused: Sequence[str]) -> Iterator[str]:
+    """Yields that a memory ran out, if it did, and the first times."""
+    if refused:
+        yield f"  {what} ran out" + f" {len(refused)} times" * bool(refused[1:])
+    yield from (f"    {one}" for one in refused[:_LINES])
+
+
 def _text(found: dict[str, Any]) -> str:
     """Returns the report as lines for people."""
     of = found["device"]
@@ -233,9 +261,11 @@ def _text(found: dict[str, Any]) -> str:
         ("reserved by torch, at most", found["peak_reserved"], ""),
         ("CUDA context", of["context"], "estimate"),
         ("left of the device", of["memory"] - taken, ""),
-        ("the host's memory, at most", found["host_peak"], "of this process"),
+        ("the host's memory, at most", found["host"]["peak"], in_words(found["host"])),
     ]
     lines += [f"  {name:<28}{format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+    if found["ranks"] > 1:
+        lines.append(f"  rank 0 of {found['ranks']}")
     each = found["step_seconds"]
     each = "" if each is None else f", {each:.2f} s each on this machine's processor"
     lines.append(f"  {found['steps']} steps of optimizers{each}")
@@ -245,13 +275,8 @@ def _text(found: dict[str, Any]) -> str:
     if found["fits"] is None:
         why = found["error"]
         lines.append("  the device was not used" if why is None else f"  the program failed: {why}")
-    if refused := found["refused"]:
-        lines.append(
-            f"  memory ran out {len(refused)} times" if refused[1:] else "  memory ran out"
-        )
-        for one in refused[:_LINES]:
-            asked, live = format_bytes(one["asked"]), format_bytes(one["allocated"])
-            lines.append(f"    {asked} asked for beside {live} of tensors, at {one['line']}")
+    lines += _times("memory", [_refusal(one) for one in found["refused"]])
+    lines += _times("the host's memory", [*ran_out(found["host"])])
     if reads := found["unknown_reads"]:
         count = sum(reads.values())
         lines.append(f"  {count} reads of values that were not computed, but made of zeros")

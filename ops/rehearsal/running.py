@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import package
 
-__all__ = ["Report", "run"]
+__all__ = ["Report", "rehearsed", "run"]
 
 _SHOWN = 60  # lines of the program's output in a failure
 
@@ -65,17 +65,37 @@ def run(program: Sequence[str], **options: Any) -> Report:
             and a module, and its arguments.
         options: those of ``headroom rehearse``, with underscores: ``gpu="H100"``,
             ``memory="12 GiB"``, ``capability=8.6``, ``steps=3``, ``loss=2.0``,
-            ``snapshot="run.pickle"``.
+            ``snapshot="run.pickle"``, ``no_weights=True``.
 
     Raises:
         RuntimeError: there was no rehearsal; the message says why.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return rehearsed(program, options)
+
+
+def rehearsed(
+    program: Sequence[str],
+    options: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    folder: str | None = None,
+) -> dict[str, Any]:
+    """Returns what :func:`run` does, of a process with an environment and in a folder."""
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "report.json"
+        words = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in options.items()
+            if value is not None and value is not False
+        ]
         command = [sys.executable, "-m", __package__, *words, f"--report={file}", *program]
         ended = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            env=env,
+            cwd=folder,
         )
         if not file.exists():
             raise RuntimeError(f"there was no rehearsal: {ended.stdout.strip()}")

@@ -28,7 +28,7 @@ from ._operations import (
 )
 from .lines import line
 
-_libraries: list[torch.library.Library] = []
+libraries: list[torch.library.Library] = []
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
@@ -54,6 +54,7 @@ class Device:
             (runtime.cudaMemsetAsync, [pointer, ctypes.c_int, size, pointer]),
         ):
             function.argtypes = types
+        self.runtime = runtime
         self.begin = runtime.rehearsal_begin
         self.capturing = runtime.rehearsal_capturing
         self.enqueue, self.take_dropped = runtime.rehearsal_enqueue, runtime.rehearsal_take_dropped
@@ -162,7 +163,7 @@ def _host_code(o: Operation, keyset, args, kwargs, nested: bool = True):
     """Runs the operation's own CUDA code; operations within it are not computed if ``nested``."""
     before, _local.nested = _local.nested, nested
     try:
-        return o.cuda.call_boxed(keyset, *o.without_numbers(args), **kwargs)
+        return o.native.call_boxed(keyset, *o.without_numbers(args), **kwargs)
     finally:
         _local.nested = before
 
@@ -192,7 +193,7 @@ def _on_device(o: Operation, device: int, values: object):
 
 def _call(device: Device, o: Operation, keyset, args: tuple, kwargs: dict):
     if _local.nested and o.host_code:
-        return o.cuda.call_boxed(keyset, *o.without_numbers(args), **kwargs)
+        return o.native.call_boxed(keyset, *o.without_numbers(args), **kwargs)
     tensors = o.tensors(args, kwargs)
     indices = {t.get_device() for t in tensors}
     indices.discard(-1)
@@ -291,7 +292,7 @@ def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, s
     if device.ordered:
         device.begin(stream)
     if o.host_code:
-        result = o.cuda.call_boxed(keyset, *o.without_numbers(args), **kwargs)
+        result = o.native.call_boxed(keyset, *o.without_numbers(args), **kwargs)
     else:
         make = functools.partial(_on_device, o, tensors[0].get_device())
         result = o.returned(args, kwargs, make, o.on_meta(args, kwargs))
@@ -389,7 +390,7 @@ def _copy_kernel(device: Device, o: Operation):
 def _read_kernel(device: Device, o: Operation):
     def kernel(keyset, t):
         value = device.read(t)
-        return o.cuda.call_boxed(keyset, t) if value is None else value
+        return o.native.call_boxed(keyset, t) if value is None else value
 
     return kernel
 
@@ -457,7 +458,7 @@ def install(runtime: ctypes.CDLL, limit: int | None = None) -> Device:
     """
     device = Device(runtime, limit)
     library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
+    libraries.append(library)
     names = [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
     for name in [n for n in names if n.startswith("aten::")] + [f"aten::{n}" for n in COMPOSITE]:
         short = name.removeprefix("aten::")
@@ -490,7 +491,7 @@ def compute(device: Device, namespace: str) -> None:
     sizes of workspaces, the CUDA code alone runs.
     """
     library = torch.library.Library(namespace, "IMPL")
-    _libraries.append(library)
+    libraries.append(library)
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         if name.startswith(namespace + "::") and "_table" not in name:
             o = Operation(name)
@@ -510,7 +511,7 @@ def note(device: Device, namespace: str) -> None:
     if not device.ordered:
         return
     library = torch.library.Library(namespace, "IMPL")
-    _libraries.append(library)
+    libraries.append(library)
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         if name.startswith(namespace + "::"):
             kernel = _noting(device, Operation(name))
@@ -524,7 +525,7 @@ def _noting(device: Device, o: Operation):
         # that calls others of the library goes on with its own list.
         of_caller, _local.made = _local.made, []
         try:
-            result = o.cuda.call_boxed(keyset, *o.without_numbers(args), **kwargs)
+            result = o.native.call_boxed(keyset, *o.without_numbers(args), **kwargs)
         finally:
             made, _local.made = _local.made, of_caller
         written = o.written(args, kwargs) + o.fresh_tensors(result)

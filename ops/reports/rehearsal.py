@@ -40,7 +40,7 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "peak_bytes": number(value["peak_allocated"], "the peak"),
         "peak_reserved_bytes": number(value["peak_reserved"], "what was reserved"),
-        "host_peak_bytes": number(value["host_peak"], "the host's peak"),
+        "host_peak_bytes": number(value["host"]["peak"], "the host's peak"),
         "steps": number(value["steps"], "steps"),
         "after_step": {
             quoted(kind, 40): number(size, "bytes") for kind, size in value["after_step"].items()

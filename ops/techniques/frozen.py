@@ -24,6 +24,7 @@ class Frozen(Technique):
     told, row = 4, 3
     in_words, in_row = "frozen in {}", ("frozen weights", "as given", "{}")
     allowed = {"int8": 4, "nf4": 5}  # the first one changes them the least
+    changes = {"int8": "frozen weights have 8 bits", "nf4": "frozen weights have 4 bits"}
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:
         formats = [name for name in self.allowed if name in request.allowed]

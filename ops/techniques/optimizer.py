@@ -30,6 +30,10 @@ class ReplacedOptimizer(Technique):
     field, default = "optimizer", "given"
     told, row = 2, 1
     allowed = {"8bit": 1, "adafactor": 3}
+    changes = {
+        "8bit": "the optimizer keeps its moments in 8 bits",
+        "adafactor": "Adafactor takes the place of the optimizer",
+    }
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:
         given, allow = request.step.optimizer, request.allowed

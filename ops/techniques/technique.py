@@ -125,6 +125,7 @@ class Technique:
         row: its place in a report.
         allowed: what changes the mathematics and must be allowed, with the order in which that is
             tried: values of the field if these are names, else the field.
+        changes: of each of ``allowed`` what it changes, in a few words.
         is_searched: whether its values are enumerated. Those of levels are found by a knapsack.
         counts: whether it counts as a technique of its own.
         least: the least of its values, if these are whole numbers.
@@ -135,6 +136,7 @@ class Technique:
     told = 50
     row = 6
     allowed: Mapping[str, int] = {}
+    changes: Mapping[str, str] = {}
     is_searched = True
     counts = True
     least = 1
@@ -240,3 +242,8 @@ def allowable() -> tuple[str, ...]:
     """Returns what changes the mathematics, and is used only if it is allowed."""
     found = [(n, name) for technique in TECHNIQUES for name, n in technique.allowed.items()]
     return tuple(name for _, name in sorted(found))
+
+
+def change_of(name: str) -> str:
+    """Returns what one of :func:`allowable` changes, in a few words."""
+    return next((t.changes[name] for t in TECHNIQUES if name in t.changes), name)

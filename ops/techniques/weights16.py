@@ -22,6 +22,7 @@ class Weights16(Technique):
     told, row = 3, 2
     in_words, in_row = "{} weights", ("weights", "float32", "bfloat16 + 16 bits")
     allowed = {"bf16": 2}
+    changes = {"bf16": "weights are bfloat16, with 16 more bits that the optimizer keeps"}
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:
         given = request.step.optimizer

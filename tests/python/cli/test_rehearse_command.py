@@ -169,6 +169,83 @@ import ctypes, torch
 torch.ones(8, device="cuda")
 ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(1 << 22))
 """
+ON_HOST = """
+import resource, headroom, psutil, torch
+
+def numbers():
+    half, whole = torch.tensor([0.1, 3.0], dtype=torch.bfloat16), torch.arange(3, dtype=torch.int16)
+    for a, b in ((half, 0.3), (whole, 2), (whole, 2.5), (torch.tensor(2), 0.3), (half > 1, 2)):
+        yield a * b, b - a if a.dtype != torch.bool else b + a, a == b, torch.where(a > 1, a, b)
+
+print("small", [[(t.dtype, t.tolist()) for t in row] for row in numbers()])
+large = torch.randn(1 << 27) * 0.02
+large.add_(1).sqrt_()
+mask = large > 0
+print("large", large[:2].tolist(), mask.any().item(), torch.arange(1 << 18)[-1].item())
+pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+arena = headroom.HostArena()
+slab = arena.take(1 << 29, kind="states", owner="a test")
+optimizer = torch.optim.AdamW([torch.nn.Parameter(large)], fused=True)
+optimizer.param_groups[0]["params"][0].grad = torch.zeros_like(large)
+optimizer.step()
+left = psutil.virtual_memory().available
+del optimizer
+try:
+    torch.empty(4 << 30, dtype=torch.uint8)
+except RuntimeError as error:
+    print("refused", "can't allocate memory" in str(error), left < 4 << 30)
+print("resident", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+arena.take(5 << 30, kind="states", owner="a test")
+"""
+RANKS = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl" if os.environ["LOCAL_RANK"] == "0" else None)
+whole = dist.new_group(backend="gloo")
+sums, found = torch.ones(2, device="cuda"), [None] * dist.get_world_size()
+dist.all_reduce(sums)
+dist.all_gather_object(found, {"rank": dist.get_rank()}, group=whole)
+print("ranks", dist.get_rank(), dist.get_world_size(), sums.tolist(), len(found), found[3])
+with torch.device("cuda"):
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+copied = nn.parallel.DistributedDataParallel(nn.Sequential(*layers[:2]))
+copied(torch.ones(4, 1024, device="cuda")).sum().backward()
+sharded = nn.Sequential(*layers[2:])
+for layer in sharded:
+    fully_shard(layer)
+fully_shard(sharded)
+optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
+for _ in range(2):
+    sharded(torch.ones(4, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+NO_WEIGHTS = """
+import sys, torch, transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+small = dict(
+    vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)
+LlamaConfig(**small, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained("llama")
+MixtralConfig(**small, num_local_experts=4, tie_word_embeddings=True).save_pretrained("mixtral")
+model, told = AutoModelForCausalLM.from_pretrained(
+    "llama", dtype="auto", output_loading_info=True
+)
+print("llama", told["missing_keys"], model.dtype, model.config.name_or_path)
+model.cuda()
+model, told = AutoModelForCausalLM.from_pretrained("mixtral", output_loading_info=True)
+print("mixtral", told["missing_keys"], told["unexpected_keys"], model.dtype)
+model = transformers.LlamaForSequenceClassification.from_pretrained("llama", num_labels=5)
+print("labels", model.score.weight.shape[0])
+try:
+    torch.hub.load_state_dict_from_url("https://example.invalid/weights.pth")
+except RuntimeError as error:
+    print("refused", error)
+"""
 # Program, its arguments, and the options of its rehearsal.
 PROGRAMS = {
     "fits": (LOOP, [512, 64], ["--certificate", "fits.certificate"]),
@@ -189,6 +266,9 @@ PROGRAMS = {
     "threads": (THREADS, [], []),
     "backward": (BACKWARD, [], []),
     "trainer": (TRAINER, ["made"], []),
+    "on the host": (ON_HOST, [], ["--host-memory", "5 GiB"]),
+    "ranks": (RANKS, [], ["--devices", "4"]),
+    "no weights": (NO_WEIGHTS, [], ["--no-weights"]),
 }
 CERTIFIED = ("fits", "again", "too large", "streams")
 # What --compare is given: a report of before, with a line that has moved since.
@@ -200,7 +280,7 @@ EARLIER = {
     "versions": {"python": "2.7"},
     "peak_allocated": 5 * MiB,
     "peak_reserved": 8 * MiB,
-    "host_peak": 9 * MiB,
+    "host": {"peak": 9 * MiB},
     "at_peak": [{"kind": None, "stack": ["a/b.py:3 f"], "bytes": 6 * MiB, "count": 2}],
 }
 DRIVER = """
@@ -393,6 +473,48 @@ def test_trainer(rehearsed):
     assert code == 0 and report["steps"] == 2 and "loss True cuda:0" in output, output
 
 
+def test_memory_of_the_host(rehearsed, capsys):
+    code, report, output = rehearsed["on the host"]
+    assert code == 1 and report["fits"] is False, output
+    exec(ON_HOST.partition("\nlarge =")[0], {})  # by torch alone
+    assert capsys.readouterr().out in output
+    assert f"large [0.0, 0.0] False {(1 << 18) - 1}" in output
+    assert "refused True True" in output and "0.8 of what is left of --host-memory" in output
+    host = report["host"]
+    # The weight, its mask, its gradient and two moments; the arena gives the grown step nothing.
+    assert host["tensors"] == (4 * 4 + 1) << 27 and host["pinned"] == 1 << 28
+    assert host["arena"] == 1 << 29 and host["limit"] == 5 << 30
+    assert host["peak"] == sum(host[kind] for kind in ("tensors", "pinned", "arena", "rest"))
+    assert int(output.split("resident ")[1].split()[0]) < 1200
+    for refused, kind, asked in zip(host["refused"], ("tensors", "arena"), (4, 5), strict=True):
+        assert refused["kind"] == kind and refused["asked"] == asked << 30
+        place = line_of(ON_HOST, f"({asked} << 30, ")
+        assert refused["line"].endswith(f"on the host.py:{place}")
+    assert "4.00 GiB asked for tensors on the CPU beside " in output
+
+
+def test_one_of_several_ranks(rehearsed):
+    code, report, output = rehearsed["ranks"]
+    assert code == 0 and report["ranks"] == 4 and report["steps"] == 2, output
+    assert "ranks 0 4 [4.0, 4.0] 4 {'rank': 0}" in output
+    # Of six layers that are sharded a quarter each, with two moments.
+    assert report["after_step"]["parameters"] == 6 * MiB
+    assert 0 <= report["after_step"]["optimizer_state"] - 12 * MiB < 1024
+
+
+def test_models_without_weights(rehearsed):
+    pytest.importorskip("transformers")
+    code, report, output = rehearsed["no weights"]
+    assert code == 0, output
+    assert "llama set() torch.bfloat16 llama" in output
+    # Two layers, embeddings and head, of 2 bytes each; besides there are tables of positions.
+    layer = 512 * 512 * 2 + 512 * 256 * 2 + 512 * 1024 * 3 + 2 * 512
+    size = 2 * (2 * layer + 2 * 512 * 512 + 512)
+    assert size <= report["peak_allocated"] < size + (1 << 16)
+    assert "mixtral set() set() torch.float32" in output and "labels 5" in output
+    assert "refused --no-weights knows from_pretrained of transformers alone" in output
+
+
 TRAIN = """
 import torch
 
@@ -463,6 +585,7 @@ def test_what_the_command_refuses(tmp_path):
         (["--gpus"], 0, "RTX 4090"),
         (["--gpu", "T4"], 2, "PROGRAM is missing"),
         (["train.py"], 2, "give --gpu"),
+        (["--gpu=T4", "--advise", "headroom", "run", "a.py"], 2, "without headroom run"),
     ):
         ended = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
         assert ended.returncode == code and said in ended.stdout + ended.stderr

@@ -187,7 +187,7 @@ def rehearsal() -> dict[str, Any]:
         "fits": False,
         "peak_allocated": 52 * mib + 1024,
         "peak_reserved": 92 * mib,
-        "host_peak": 700 * mib,
+        "host": {"peak": 700 * mib},
         "steps": 2,
         "after_step": {"parameters": 20 * mib, "gradients": 20 * mib, "optimizer_state": 16 * mib},
         "refused": [{"asked": 300 * mib, "allocated": 52 * mib, "line": "train.py:15"}],

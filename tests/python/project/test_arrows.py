@@ -69,6 +69,7 @@ GRAPH = graph("ops")
 BESIDE = {("amp", "optim"), ("profiling", "memory")} | {
     ("cli", "integrations"),
     ("rehearsal", "cli"),
+    ("rehearsal", "integrations"),
 }
 
 
