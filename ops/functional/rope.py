@@ -267,7 +267,9 @@ def rope_tables(
     if kind == "dynamic" and positions > trained and rotary_dim > 2:
         stretch = factor * positions / trained - (factor - 1)
         base *= stretch ** (rotary_dim / (rotary_dim - 2))
-    frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    frequencies = base ** (
+        -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+    )
     size = 1.0
     if kind == "linear":
         frequencies /= factor
@@ -276,7 +278,7 @@ def rope_tables(
         size = _attention_factor(factor, scaling)
     elif kind == "llama3":
         frequencies = _llama3(frequencies, factor, trained, scaling)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
     return tuple((f(angles) * size).to(dtype=dtype).to(device) for f in (torch.cos, torch.sin))
 
 
@@ -308,7 +310,7 @@ def _yarn(
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first if last != first else 1e-3
-    slowed = ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+    slowed = ((torch.arange(pairs, dtype=torch.float64, device="cpu") - first) / width).clamp(0, 1)
     return frequencies * (1 - slowed) + frequencies / factor * slowed
 
 

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .products import capability
 from .recorder import Recorder
 
-__all__ = ["autocast_told", "cuda_view", "kernels"]
+__all__ = ["HostTold", "autocast_told", "cuda_view", "kernels"]
 
 _VARLEN = "torch.nn.attention.varlen"
 
@@ -56,6 +58,26 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: Any = None) -> _Generator:
         return super().__new__(cls)
+
+
+class HostTold(TorchFunctionMode):
+    """Tells the recorder when a program makes a tensor that it says is on the CPU. In operations
+    that cannot be told from one that is made where another tensor is, of which C++ is told that it
+    is on the CPU."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder, self._makers = recorder, _device_constructors()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self._recorder
+        if func not in self._makers or str(kwargs.get("device")) != "cpu":
+            return func(*args, **kwargs)
+        before, recorder.is_on_host = recorder.is_on_host, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.is_on_host = before
 
 
 @contextmanager
@@ -157,7 +179,7 @@ def _attention(
 ) -> Tensor:
     """Computes attention as sdp_utils.cpp chooses: by flash attention for 16-bit numbers without a
     mask, by the memory-efficient kernel otherwise, and by plain products where neither fits. cuDNN,
-    which is chosen before flash attention on 9.0 and 10.0, is assumed to take the same bytes."""
+    which is chosen before flash attention on 9.0 and 10.0, has results of the same bytes."""
     backends = torch.backends.cuda
     ops = torch.ops.aten
     is_ampere = capability() >= (8, 0)  # or newer
@@ -172,9 +194,9 @@ def _attention(
     if fits and backends.flash_sdp_enabled():
         pad = -size % 8
         q, k, v = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
-        out = ops._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale
-        )[0]
+        flash = ops._scaled_dot_product_flash_attention
+        factor = size**-0.5 if scale is None else scale
+        out = _first([*flash(q, k, v, dropout_p, is_causal, scale=factor)])
         return out[..., :size] if pad else out
     aligned = 8 if small else 4 if is_ampere else 1
     fits = is_plain and query.dtype != torch.float64
@@ -187,14 +209,23 @@ def _attention(
                 query.shape[0], query.shape[1], query.shape[2], key.shape[2]
             )
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        return ops._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale
-        )[0]
+        efficient = ops._scaled_dot_product_efficient_attention
+        given = (query, key, value, attn_mask, grad, dropout_p, is_causal)
+        return _first([*efficient(*given, scale=scale)])
     if attn_mask is not None:
         attn_mask = _added(attn_mask, query)
     return ops._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _first(results: list[Tensor]) -> Tensor:
+    """Returns the first result. The others are freed in their order, as by C++; a tuple would free
+    the last one first, and the next request take another gap."""
+    first = results.pop(0)
+    while results:
+        results.pop(0)
+    return first
 
 
 @functools.cache

@@ -3,7 +3,6 @@ scratch memory and the context."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,19 +11,11 @@ import torch
 from .._core.contexts import context
 from ..memory.events import Timeline
 from .allocator import EMPTY_CACHE, replay
+from .allocator_settings import current_settings
 from .products import capability
 from .result import DeviceShare
 
 __all__ = ["context_bytes", "device_share"]
-
-# Options of PYTORCH_CUDA_ALLOC_CONF that change what is reserved, in ways that are not replayed.
-_NOT_REPLAYED = (
-    "backend:cudaMallocAsync",
-    "garbage_collection_threshold",
-    "large_segment_size_mb",
-    "max_split_size_mb",
-    "roundup_power2_divisions",
-)
 
 
 def device_share(timeline: Timeline) -> DeviceShare:
@@ -32,12 +23,11 @@ def device_share(timeline: Timeline) -> DeviceShare:
     of the plan, cuBLAS's and the context's. Notes settings of the allocator that it leaves out."""
     if timeline.device != "cuda":
         return DeviceShare()
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    settings = settings.replace(" ", "")
-    if left_out := [name for name in _NOT_REPLAYED if name in settings]:
-        timeline.notes.append(f"The plan does not follow the allocator's {', '.join(left_out)}.")
-    grows = "expandable_segments:true" in settings.lower()
-    found = replay(_events(timeline, with_past=not grows), grows)
+    settings = current_settings()
+    if settings.left_out:
+        names = ", ".join(settings.left_out)
+        timeline.notes.append(f"The plan does not follow the allocator's {names}.")
+    found = replay(_events(timeline), settings)
     workspaces = found.requested_peak - timeline.peak_bytes
     return DeviceShare(found.rounding, found.fragmentation, workspaces, *context(capability()))
 
@@ -47,10 +37,10 @@ def context_bytes(device: torch.device) -> int:
     return context(capability())[0] if device.type == "cuda" else 0
 
 
-def _events(timeline: Timeline, with_past: bool) -> Iterator[tuple[Any, int]]:
+def _events(timeline: Timeline) -> Iterator[tuple[Any, int]]:
     """Yields the allocations and frees of a plan in order, those of cuBLAS's workspaces with
     them."""
-    past = timeline.past if with_past else []
+    past = timeline.past
     changes: list[tuple[int, int, int, int]] = []
     for sign, allocations in ((1, [*past, *timeline.allocations]), (-1, timeline.workspaces)):
         for a in allocations:

@@ -167,7 +167,7 @@ def _flash_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) ->
 @entry("aten::_scaled_dot_product_flash_attention")
 def _flash_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     # flash_api.cpp, set_params_splitkv: where rows are too few for the device, keys are split, and
-    # each part has sums and results of its own. cuDNN, which comes first on 9.0 and 10.0, has none.
+    # each part has sums and results of its own. cuDNN has none.
     q, k = args[:2]
     batch, heads, rows, size = q.shape
     dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
@@ -175,10 +175,16 @@ def _flash_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> 
     parts = _parts(batch * heads * -(-rows // 64), -(-k.shape[-2] // columns))
     if dropout:  # a place for the state of random numbers, before the one that is returned
         return [(16, "temporaries")]
-    if parts == 1 or capability()[0] in (9, 10):
+    if parts == 1 or _is_by_cudnn():
         return []
     sums = 4 * parts * batch * heads * rows
     return _temporary([sums, sums * _flash_size(size)])
+
+
+def _is_by_cudnn() -> bool:
+    """Returns whether cuDNN computes attention in place of flash attention: it comes first on 9.0
+    and 10.0."""
+    return capability()[0] in (9, 10) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _parts(blocks: int, columns: int) -> int:
@@ -215,12 +221,16 @@ def _for_each_head(args: Sequence[Any]) -> list[int]:
 
 @entry("aten::_scaled_dot_product_flash_attention_backward")
 def _flash_backward_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
-    # flash_api.cpp, mha_bwd: sums of rows and the gradient of the query in 32 bits.
-    q = args[1]
+    # flash_api.cpp, mha_bwd: sums of rows and the gradient of the query in 32 bits. cuDNN has both
+    # in one workspace (cudnn-frontend, scaled_dot_product_flash_attention.h).
+    q, shared = args[1], _for_each_head(args)
     batch, heads, rows, size = q.shape
-    sums = 4 * batch * heads * -(-rows // 128) * 128
-    copies = _temporary(_copied(args[0], args[4]))
-    return [*copies, RESULTS, *_temporary([sums, sums * _flash_size(size), *_for_each_head(args)])]
+    if _is_by_cudnn():
+        scratch = [4 * batch * heads * rows * (size + 1) + sum(shared)]
+    else:
+        sums = 4 * batch * heads * -(-rows // 128) * 128
+        scratch = [sums, sums * _flash_size(size), *shared]
+    return [*_temporary(_copied(args[0], args[4])), RESULTS, *_temporary(scratch)]
 
 
 @entry("aten::_scaled_dot_product_efficient_attention_backward")

@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self.draws = 0  # operations that took random numbers
         self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
         self.is_paused = False
+        self.is_on_host = False  # whether a tensor is made that the program says is on the CPU
         self.adds_in_place = False  # what fakes add out of place, since they are subclasses
         self._outer: str | None = None  # the operation whose parts are recorded
         self._live: dict[int, tuple[Any, int]] = {}
@@ -250,7 +251,7 @@ class Recorder(TorchDispatchMode):
             if func is _ADD and torch._C._current_graph_task_id() != -1:
                 self._unshared = _uses(args[0])
             return func(*args, **kwargs)
-        if self._is_lying and "device" in kwargs and kwargs["device"] is not None:
+        if self._is_lying and kwargs.get("device") is not None and not self.is_on_host:
             kwargs = kwargs | {"device": self.device}
         self.last = str(func), self.module
         self.draws += _DRAWS in func.tags

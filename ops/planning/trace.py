@@ -35,7 +35,7 @@ from ..step.errors import PlanError
 from ..step.loss import autocast
 from ..step.pytree import map_tensors, tensors_in
 from .copies import Copier
-from .cuda_view import autocast_told, cuda_view, kernels
+from .cuda_view import HostTold, autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .headroom_workspaces import fakes_overwritten
@@ -100,6 +100,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             stack.enter_context(fakes_on_host(run.host.slabs))
             if device.type == "cuda":
                 stack.enter_context(autocast_told(recorder))
+                stack.enter_context(HostTold(recorder))
                 stack.enter_context(run.host.saving())
             with masks:
                 for number in range(step.steps):

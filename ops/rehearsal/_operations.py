@@ -131,6 +131,8 @@ class Operation:
             or short.partition(".")[0] in _WITHOUT_HOST_CODE
             or getattr(self._written_here, "absent_library", False)
         )
+        # The bytes that a library takes which is not there.
+        self.workspace = getattr(self._written_here, "workspace", None)
         self._cpu = None
         if self._written_here is None:
             with contextlib.suppress(RuntimeError):

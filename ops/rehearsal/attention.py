@@ -309,8 +309,18 @@ def cudnn_backward(
     return tuple(_like(g, t) for g, t in zip(found, (q, k, v), strict=True))
 
 
+def _workspace(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest) -> int:
+    """Returns the bytes that cuDNN takes for gradients: that of the queries and a sum of each row
+    in f32 (cudnn-frontend, scaled_dot_product_flash_attention.h), and those of keys and values for
+    each head of the queries. What its engines take besides is not known."""
+    shared = [t for t in (k, v) if t.size(1) != q.size(1)]
+    heads = sum(t.numel() // t.size(1) * q.size(1) * t.itemsize for t in shared)
+    return 4 * (q.numel() + q.numel() // q.size(-1)) + heads
+
+
 for _kernel in (sdp_cudnn, sdp_cudnn_backward, cudnn, cudnn_backward):
     _kernel.absent_library = True
+sdp_cudnn_backward.workspace = _workspace
 
 ATTENTION = {
     "_scaled_dot_product_flash_attention": sdp_flash,

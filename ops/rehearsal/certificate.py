@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from headroom._core.atomic import write_json
 from headroom._core.sizes import format_bytes
 from headroom.planning.allocator import Allocator, Block
+from headroom.planning.allocator_settings import AllocatorSettings
 
 from .earlier import check_report
 
@@ -163,7 +164,7 @@ def _replayed(content: Mapping[str, Any]) -> Verified:
     check_report(report)
     if expandable and 0 in events:
         raise ValueError("segments were expandable and given back, which is not replayed")
-    allocator = Allocator(expandable)
+    allocator = Allocator(AllocatorSettings(expandable=expandable))
     blocks: list[Block | None] = []
     requested: set[int] = set()
     for event in events:

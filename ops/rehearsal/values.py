@@ -176,6 +176,15 @@ def _deliver(o: Operation, to: list, result: object, copies: list[Tensor], compu
         write(t, values, o.name)
 
 
+def _without_library(o: Operation, device: int, args, kwargs, values: object):
+    """Returns the results of an operation whose library is not there, and takes for a moment the
+    workspace that it would have."""
+    result = o.returned(args, kwargs, functools.partial(_on_device, o, device), values)
+    if o.workspace is not None:
+        _on_device(o, device, torch.empty(o.workspace(*args), dtype=torch.uint8, device="meta"))
+    return result
+
+
 def _on_device(o: Operation, device: int, values: object):
     """Returns tensors of the device with the values of tensors of the CPU; meta has none."""
     if isinstance(values, Tensor):
@@ -294,8 +303,8 @@ def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, s
     if o.host_code:
         result = o.native.call_boxed(keyset, *o.without_numbers(args), **kwargs)
     else:
-        make = functools.partial(_on_device, o, tensors[0].get_device())
-        result = o.returned(args, kwargs, make, o.on_meta(args, kwargs))
+        values = o.on_meta(args, kwargs)
+        result = _without_library(o, tensors[0].get_device(), args, kwargs, values)
     fresh = o.fresh_tensors(result)
     for t in fresh:
         device.forget(t, o.name)
@@ -323,7 +332,7 @@ def _values_first(device: Device, o: Operation, args, kwargs, tensors, index: in
         if t.shape != copy.shape:
             t.resize_(copy.shape)
         write(t, copy, o.name)
-    result = o.returned(args, kwargs, functools.partial(_on_device, o, index), computed)
+    result = _without_library(o, index, args, kwargs, computed)
     _note(device, o, tensors, written + o.fresh_tensors(result))
     if o.sizes_from_values:
         for t in tensors:

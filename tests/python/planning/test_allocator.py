@@ -5,10 +5,12 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.planning.allocator import EMPTY_CACHE, Allocator, Block, Pool, replay
+from headroom.planning.allocator import EMPTY_CACHE, Allocator, replay
+from headroom.planning.allocator_settings import AllocatorSettings, settings_of
 from torch import nn
 
 MIB = 1 << 20
+GROWS = AllocatorSettings(expandable=True)
 
 
 def mean(model, batch):
@@ -62,16 +64,6 @@ def test_best_fit_takes_the_smallest_that_fits():
     assert replay(events).reserved == 62 * MIB
 
 
-def test_the_end_of_a_range_that_grows_is_taken_last():
-    pool = Pool(small=False)
-    end, other = Block(pool, 0, 4 * MIB), Block(pool, 30 * MIB, 6 * MIB)
-    for block in (end, other):
-        pool.add(block)
-    pool.last = end
-    assert pool.found(3 * MIB) is other and pool.found(3 * MIB) is end
-    assert pool.found(3 * MIB) is None
-
-
 def test_freed_neighbors_merge_and_serve_a_larger_request():
     events = [*grow(6 * MIB, 6 * MIB, 6 * MIB), (0, -1), (1, -1), ("large", 9 * MIB)]
     assert replay(events).reserved == 20 * MIB
@@ -92,28 +84,37 @@ def test_peaks_are_of_different_moments():
 
 def test_expandable_segments():
     # Large requests share one range: it grows by pages of 20 MiB and nothing is lost between.
-    assert replay(grow(30 * MIB, 9 * MIB, 21 * MIB), True).reserved == 60 * MIB
+    assert replay(grow(30 * MIB, 9 * MIB, 21 * MIB), GROWS).reserved == 60 * MIB
     assert replay(grow(30 * MIB, 9 * MIB, 21 * MIB)).reserved == 72 * MIB
-    assert replay(grow(*[MIB] * 5), True).reserved == 6 * MIB
+    assert replay(grow(*[MIB] * 5), GROWS).reserved == 6 * MIB
     # What is free at the end of the range is extended.
-    got = replay([(0, 30 * MIB), (0, -1), (1, 50 * MIB)], True)
+    got = replay([(0, 30 * MIB), (0, -1), (1, 50 * MIB)], GROWS)
     assert (got.reserved, got.allocated_peak) == (60 * MIB, 50 * MIB)
     assert replay([(0, 30 * MIB), (0, -1), (1, 50 * MIB)]).reserved == 80 * MIB
+    # A cache that is emptied gives back whole pages, also between others, which get memory again.
+    events = [*grow(30 * MIB, 50 * MIB, 10 * MIB), (1, -1), (EMPTY_CACHE, 0)]
+    assert replay(events, GROWS).reserved == 60 * MIB
+    assert replay([*events, (3, 45 * MIB)], GROWS).reserved == 100 * MIB
 
 
-def test_settings_that_are_not_replayed_are_noted(monkeypatch):
+def test_settings(monkeypatch):
     model = nn.Linear(2000, 1000, device="meta")
 
     def plan(text):
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: text)
         return headroom.plan(model, None, torch.empty(3000, 2000, device="meta"), forward=mean)
 
-    usual = plan("pinned_num_register_threads:4")
+    usual = plan("pinned_num_register_threads:4, garbage_collection_threshold:0.6")
     assert not usual.timeline.notes
     assert plan("expandable_segments:True").reserved_bytes < usual.reserved_bytes
-    rare = plan("max_split_size_mb:64, garbage_collection_threshold:0.6")
+    assert plan("roundup_power2_divisions:2").allocated_bytes > usual.allocated_bytes
+    rare = plan("backend:cudaMallocAsync")
     assert rare.reserved_bytes == usual.reserved_bytes
-    assert str(rare).endswith("garbage_collection_threshold, max_split_size_mb.")
+    assert str(rare).endswith("backend:cudaMallocAsync.")
+    collects = "garbage_collection_threshold:0.6,per_process_memory_fraction:0.5"
+    assert str(plan(collects)).endswith("per_process_memory_fraction.")
+    assert settings_of(collects, 100 * MIB).collects_from == 60 * MIB
+    assert settings_of("large_segment_size_mb:40").max_excess == 40 * MIB
 
 
 def test_segments_in_use_stay_when_the_cache_is_emptied():
@@ -143,7 +144,7 @@ def blocks_of(first):
 def test_invariants(expandable):
     """Nothing overlaps, the sums agree, and all of it merges back."""
     draw = random.Random(0)
-    allocator = Allocator(expandable)
+    allocator = Allocator(AllocatorSettings(expandable))
     live = []
     for _ in range(1500):
         if live and draw.random() < 0.48:
@@ -153,16 +154,19 @@ def test_invariants(expandable):
             live.append(allocator.allocate(size))
         assert allocator.requested <= allocator.allocated <= allocator.reserved
     segments = [list(blocks_of(first)) for first in allocator.segments]
-    spans = sorted((b.address, b.size) for segment in segments for b in segment)
-    for (start, size), (after, _) in zip(spans, spans[1:], strict=False):
-        assert start + size <= after
+    spans = sorted((b.pool.small, b.address, b.size) for segment in segments for b in segment)
+    for (pool, start, size), (other, after, _) in zip(spans, spans[1:], strict=False):
+        assert start + size <= after or pool != other
     for segment in segments:
         for block, following in zip(segment, segment[1:], strict=False):
-            assert block.used or following.used
+            assert block.used or following.used or block.mapped != following.mapped
             assert block.address + block.size == following.address
-    assert sum(size for _, size in spans) == allocator.reserved
+    mapped = [b.size for segment in segments for b in segment if b.mapped]
+    assert sum(mapped) == allocator.reserved
     assert sum(block.size for block in live) == allocator.allocated
     for block in live:
         allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.reserved == 0
     assert all(first.after is None and not first.used for first in allocator.segments)
     assert (allocator.allocated, allocator.requested) == (0, 0)
