@@ -28,11 +28,13 @@ class Cpu : public Backend
     }
     void upload(void *to, const void *from, size_t bytes) override
     {
-        std::memcpy(to, from, bytes);
+        if (bytes > 0) // then a pointer may be null
+            std::memcpy(to, from, bytes);
     }
     void download(void *to, const void *from, size_t bytes) override
     {
-        std::memcpy(to, from, bytes);
+        if (bytes > 0) // then a pointer may be null
+            std::memcpy(to, from, bytes);
     }
     bool sees_overruns() const override
     {
