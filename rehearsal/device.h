@@ -129,7 +129,8 @@ void give_back(int device, size_t bytes);
 enum class HostKind { pinned, tensors, arena };
 bool take_host(HostKind kind, const void *address, size_t bytes); // false: it is above the limit
 void give_host(const void *address);
-void tell_refused(HostKind kind, size_t bytes); // without a lock: what is told may wait for Python's
+void tell_refused(HostKind kind,
+                  size_t bytes); // without a lock: what is told may wait for Python's
 
 // ---- host.cpp -----------------------------------------------------------------------------------
 
