@@ -75,9 +75,11 @@ class HostTold(TorchFunctionMode):
             return func(*args, **kwargs)
         before, recorder.is_on_host = recorder.is_on_host, True
         try:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
         finally:
             recorder.is_on_host = before
+        made.drawn_on_host = func is torch.randint  # such as the seed of a generator
+        return made
 
 
 @contextmanager

@@ -308,7 +308,8 @@ class _Traced(Steps):
     def _is_seed(self, x: Tensor) -> bool:
         """Returns whether a number was drawn for a generator: its value changes no size either."""
         at = self.recorder.allocation_of(x)
-        return at is not None and at.op in ("aten::randint", "aten::random_")
+        is_drawn = at is not None and at.op in ("aten::randint", "aten::random_")
+        return is_drawn or getattr(x, "drawn_on_host", False)
 
 
 def _as_moved(module: nn.Module) -> Iterator[Tensor]:
