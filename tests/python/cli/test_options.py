@@ -53,6 +53,7 @@ USAGE = {
     "[--json] MODEL",
     "run": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
     "rehearse": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
+    "verify": "[--json] FILE [FILE ...]",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
     "convert": "--to LIBRARY [--from LIBRARY] [--rule {adam,sgd,lion,muon}] [--key KEY] "
@@ -109,8 +110,10 @@ def test_defaults():
         ("run", "a"): {"register": False, "budget": None, "host_budget": None, "allow": []}
         | {"snapshot_on_oom": None, "profile": None, "is_module": False, "program": ["a"]},
         ("rehearse", "a"): {"gpu": None, "memory": None, "capability": None, "gpus": False}
+        | {"host_memory": None, "devices": 1, "no_weights": False, "advise": False}
         | {"steps": 3, "loss": None, "fail_above": None, "snapshot": None, "report": None}
-        | {"is_module": False, "program": ["a"]},
+        | {"compare": None, "certificate": None, "is_module": False, "program": ["a"]},
+        ("verify", "a"): {"files": [a]},
         ("report", "a"): {"files": [a], "out": None, "title": None}
         | {"terminal": False, "top": 10},
         ("diff", "a", "b"): {"a": a, "b": b, "at": "peak", "device": None}

@@ -51,7 +51,7 @@ def test_what_grew():
         (None, "cannot be read: No such file"),
         ("{", "is no JSON"),
         ('{"format": "headroom.plan/1"}', "has the format 'headroom.plan/1', not"),
-        (json.dumps(report(host_peak=0.5)), "is damaged: it has 0.5 in place of int"),
+        (json.dumps(report(host={"peak": 0.5})), "is damaged: it has 0.5 in place of int"),
         (json.dumps(report([{"kind": None}])), "is damaged: 'bytes' is missing"),
         (json.dumps(report([row(None, [3], 1)])), "is damaged: it has 3 in place of str"),
     ],

@@ -119,4 +119,4 @@ def test_trainer(tmp_path):
     assert ended.returncode == 1 and report["fits"] is False
     (one,) = report["advice"]
     assert one["fits"] and one["peak_allocated"] < 600 * MiB - report["device"]["context"]
-    assert ended.stderr.rstrip().splitlines()[-1] == one["command"]
+    assert one["command"] in ended.stderr.splitlines()
