@@ -342,8 +342,8 @@ def _then_asleep(step: Callable[[], object], end: Callable[[float], float]) -> C
 
 def _sizes(optimizer: Any) -> list[int]:
     """Returns the bytes of the gradients of each part that a step on the host takes."""
-    turns = optimizer.paging._turns.values()
-    return [sum(here.numel() for _, here in part.ups) for _, parts in turns for part in parts]
+    made = optimizer.paging._pieces.values()
+    return [sum(here.numel() for _, here in part.ups) for _, parts in made for part in parts]
 
 
 # ---- What blocks keep ----------------------------------------------------------------------------

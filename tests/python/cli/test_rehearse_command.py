@@ -575,18 +575,19 @@ def test_the_fixture_skips_where_there_is_a_gpu(pytester, monkeypatch):
     result.stdout.fnmatch_lines(["*this machine has a GPU*"])
 
 
-def test_what_the_command_refuses(tmp_path):
-    from headroom_rehearsal import run
+def test_what_the_command_refuses(tmp_path, monkeypatch, capsys):
+    from headroom_rehearsal import command, run
 
     with pytest.raises(RuntimeError, match="--gpu is 'RTX 1', wanted one of T4, "):
         run([str(tmp_path / "one.py")], gpu="RTX 1")
-    command = [sys.executable, "-m", "headroom", "rehearse"]
-    for words, code, said in (
-        (["--gpus"], 0, "RTX 4090"),
-        (["--gpu", "T4"], 2, "PROGRAM is missing"),
-        (["train.py"], 2, "give --gpu"),
-        (["--gpu=T4", "--advise", "headroom", "run", "a.py"], 2, "without headroom run"),
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["--gpus"]) == 0 and "RTX 4090" in capsys.readouterr().out
+    for words, said in (
+        (["--gpu", "T4"], "PROGRAM is missing"),
+        (["train.py"], "give --gpu"),
+        (["--gpu=T4", "--advise", "headroom", "run", "a.py"], "without headroom run"),
     ):
-        ended = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
-        assert ended.returncode == code and said in ended.stdout + ended.stderr
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
     assert not os.listdir(tmp_path)

@@ -196,7 +196,8 @@ def cmake_archs(folder, asked):
     part = text[text.index('    string(REGEX REPLACE "[ ,]+"') : text.index("    enable_language(")]
     script = folder / "archs.cmake"
     shown = 'message("${CMAKE_CUDA_ARCHITECTURES}|${executed_archs}")'
-    script.write_text(f'set(HEADROOM_CUDA_ARCHS "{asked}")\n{part}{shown}\n')
+    given = f'cmake_minimum_required(VERSION 3.24)\nset(HEADROOM_CUDA_ARCHS "{asked}")\n'
+    script.write_text(f"{given}{part}{shown}\n")
     command = ["cmake", "-P", script]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return [part.split(";") for part in said.strip().split("|")]
