@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from math import inf
@@ -53,7 +54,14 @@ def current_settings() -> AllocatorSettings:
     allowed = inf
     if torch.cuda.is_initialized() and (part := torch.cuda.get_per_process_memory_fraction()) < 1:
         allowed = part * torch.cuda.get_device_properties().total_memory
-    return settings_of(torch._C._accelerator_getAllocatorSettings(), allowed)
+    return settings_of(_text(), allowed)
+
+
+def _text() -> str:
+    if in_use := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
+        return in_use()
+    # An older torch does not say.
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def settings_of(text: str, allowed: float = inf) -> AllocatorSettings:

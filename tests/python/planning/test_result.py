@@ -128,7 +128,8 @@ def sized(*sizes):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Without settings."""
+    """Without settings, which a torch that does not say them has from its environment."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -167,8 +168,11 @@ def test_settings_of_a_device_count(gpu):
     gpu.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
     grown = device_share(one)
     assert grown.fragmentation != usual.fragmentation and not one.notes
-    gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:4")  # an older name
+    gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # an older name
     assert device_share(one) == grown and not one.notes
     gpu.delenv("PYTORCH_ALLOC_CONF")
     assert device_share(one) == usual
-    assert one.notes == ["The plan does not follow the allocator's roundup_power2_divisions."]
+    assert one.notes == ["The plan does not follow the allocator's backend:cudaMallocAsync."]
+    gpu.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    device_share(one)
+    assert len(one.notes) == 1
