@@ -29,7 +29,7 @@ _HOST_LEFT = 0.9  # of what the program leaves of --host-memory, for a budget
 
 
 class Place(NamedTuple):
-    """Where a program began: its environment and its folder, which it may change."""
+    """Holds where a program began: its environment and its folder, which it may change."""
 
     env: dict[str, str]
     folder: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What is tried: an environment, options of ``headroom run``, and what these change."""
+    """Holds what is tried: an environment, options of ``headroom run``, and what these change."""
 
     env: dict[str, str]
     options: tuple[str, ...]

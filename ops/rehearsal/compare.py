@@ -12,8 +12,6 @@ from .history import place_of
 
 __all__ = ["compared"]
 
-_TOTALS = {"live": "peak_allocated", "reserved": "peak_reserved"}
-
 
 def compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
     """Returns the differences of two reports.
@@ -27,8 +25,11 @@ def compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
         kind: tuple(sum(one.bytes for one in side if one.kind == kind) for side in owners)
         for kind in names
     }
-    totals = {row: (before[key], after[key]) for row, key in _TOTALS.items()}
-    totals["the host's memory"] = before["host"]["peak"], after["host"]["peak"]
+    totals = {
+        "live": (before["peak_allocated"], after["peak_allocated"]),
+        "reserved": (before["peak_reserved"], after["peak_reserved"]),
+        "the host's memory": (before["host"]["peak"], after["host"]["peak"]),
+    }
     a, b = (one["versions"] | {"device": one["device"]["name"]} for one in (before, after))
     notes = [
         f"{part}: {a.get(part, 'none')} -> {b.get(part, 'none')}"

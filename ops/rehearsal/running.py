@@ -18,8 +18,8 @@ _SHOWN = 60  # lines of the program's output in a failure
 
 
 class Report(dict[str, Any]):
-    """What a rehearsal found: what ``headroom rehearse --report`` writes, and ``output``, what the
-    program printed. Its keys are attributes too: ``report.fits``, ``report.peak_allocated``."""
+    """Holds what ``headroom rehearse --report`` writes, and ``output``, what the program printed.
+    Its keys are attributes too: ``report.fits``, ``report.peak_allocated``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -78,7 +78,7 @@ def rehearsed(
     options: Mapping[str, Any],
     env: Mapping[str, str] | None = None,
     folder: str | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Returns what :func:`run` does, of a process with an environment and in a folder."""
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "report.json"
