@@ -8,6 +8,8 @@
 #
 # Sets up .venv first. 4 to 8 minutes on 2 CPU cores, the installation included.
 set -euo pipefail
+# Images of containers often set it; then each process compiles all of torch's Python that it imports.
+unset PYTHONDONTWRITEBYTECODE
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/examples/setup.sh" demo

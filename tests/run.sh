@@ -10,6 +10,8 @@
 # On 2 cores the first takes 10 to 20 minutes with torch's installation, and the second an hour. All
 # end by saying what took longest.
 set -euo pipefail
+# Images of containers often set it; then each process compiles all of torch's Python that it imports.
+unset PYTHONDONTWRITEBYTECODE
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${VENV:-$root/.venv}
