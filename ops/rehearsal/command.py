@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ HELP = "run a program for a GPU that this machine does not have"
 HAS_JSON = False
 COMPUTED = 1 << 20  # bytes up to which tensors have values
 STEPS = 3
+_REHEARSED = (
+    "gpu", "memory", "capability", "host_memory", "devices", "loss", "no_weights", "advise",
+    "certificate",
+)  # fmt: skip
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -40,6 +44,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--devices", type=_count, default=1, metavar="N", help="rehearse rank 0 of N ranks"
     )
     command.add_argument("--gpus", action="store_true", help="list the GPUs that are known")
+    command.add_argument(
+        "--on-gpu",
+        action="store_true",
+        help="run as many steps on a GPU of this machine, to --compare them with their rehearsal",
+    )
     command.add_argument(
         "--steps", type=_count, default=STEPS, metavar="N", help="end after N steps; default: 3"
     )
@@ -87,9 +96,14 @@ def main(words: Sequence[str]) -> int:
         if options.gpus:
             print(_table())
             return 0
-        wanted = _device(options)
-        refuse_gpus()
-        program = _begin(options, wanted)
+        wanted = None
+        if options.on_gpu:
+            _check_gpu(options, parser)
+        else:
+            wanted = _device(options)
+            refuse_gpus()
+            _begin(options, wanted)
+        program = _program(options)
     except ValueError as error:  # of arguments
         parser.exit(2, f"{parser.prog}: {error}\n")
     except RuntimeError as error:
@@ -142,8 +156,28 @@ def _device(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
-    """Starts the device, and returns what starts the program."""
+def _check_gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses --on-gpu without a GPU, and with options of what is rehearsed.
+
+    Raises:
+        ValueError: an option is not for a GPU that is there.
+        RuntimeError: there is none.
+    """
+    if not words_of(options):
+        raise ValueError(MISSING)
+    if given := [n for n in _REHEARSED if getattr(options, n) != parser.get_default(n)]:
+        raise ValueError(
+            f"--on-gpu runs the program as it is, and --{given[0].replace('_', '-')} is of what is "
+            "rehearsed; leave it out"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("--on-gpu runs the program on a GPU, and torch finds none here")
+
+
+def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> None:
+    """Starts the device."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of other devices
     numbers = {name: wanted[name] for name in ("memory", "capability", "context")}
     runtime = start(wanted["gpu"], computed=COMPUTED, devices=options.devices, **numbers)
@@ -157,12 +191,17 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     (library,) = package.folder().glob("lib/libheadroom.so.*")
     redirect(library, runtime)
     import headroom  # noqa: F401  (registers its ops)
-    from headroom.cli.programs import LAUNCHERS, starting
 
     from .host import install
 
     compute(device(), "headroom")
     install(runtime, COMPUTED)
+
+
+def _program(options: argparse.Namespace) -> Callable[[], None]:
+    """Returns what starts the program."""
+    from headroom.cli.programs import LAUNCHERS, starting
+
     words = words_of(options)
     if os.path.basename(words[0]) in LAUNCHERS:
         raise ValueError(
@@ -181,7 +220,8 @@ def refuse_gpus() -> None:
     if Path("/dev/nvidiactl").exists():
         raise RuntimeError(
             "this machine has a GPU, from which a rehearsal could not keep all libraries of a "
-            "program; rehearse where there is none, such as in a container without it"
+            "program; rehearse where there is none, such as in a container without it, with "
+            "--report FILE, and compare here with --on-gpu --compare FILE"
         )
 
 

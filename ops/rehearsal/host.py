@@ -23,9 +23,9 @@ from .installed import redirect_calls
 from .lines import line, line_of
 from .values import libraries
 
-__all__ = ["Host", "in_words", "install", "ran_out"]
+__all__ = ["KINDS", "Host", "in_words", "install", "ran_out"]
 
-_KINDS = ("pinned", "tensors", "arena")
+KINDS = ("pinned", "tensors", "arena")
 _WORDS = {
     "pinned": "pinned memory",
     "tensors": "tensors on the CPU",
@@ -87,22 +87,22 @@ class Host:
             self._refused.append(
                 {"line": place, "asked": error.asked, "held": held, "kind": "arena"}
             )
-        found = (ctypes.c_size_t * (len(_KINDS) + 2))()
+        found = (ctypes.c_size_t * (len(KINDS) + 2))()
         self._runtime.rehearsal_host_peak(found)
         peak, *parts = found
         # What numpy had, say, while nothing was counted.
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if resident > peak:
-            peak, parts = resident, [0] * len(_KINDS) + [resident]
+            peak, parts = resident, [0] * len(KINDS) + [resident]
         return {
             "peak": peak,
-            **dict(zip((*_KINDS, "rest"), parts, strict=True)),
+            **dict(zip((*KINDS, "rest"), parts, strict=True)),
             "limit": self._limit,
             "refused": self._refused,
         }
 
     def _tell(self, kind: int, asked: int, held: int) -> None:
-        self._refused.append({"line": line(), "asked": asked, "held": held, "kind": _KINDS[kind]})
+        self._refused.append({"line": line(), "asked": asked, "held": held, "kind": KINDS[kind]})
 
     def _on_slab(self, address: int, slab: arena.Slab | None) -> None:
         if slab is None:

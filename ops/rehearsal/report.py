@@ -30,6 +30,7 @@ from .compare import compared
 from .earlier import FORMAT
 from .host import Host, in_words, ran_out
 from .lines import line
+from .on_gpu import OnGpu
 from .weights import load_no_weights
 
 __all__ = ["rehearse"]
@@ -41,15 +42,19 @@ class _Ended(SystemExit):
     """Ends the program after its last step."""
 
 
-def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dict[str, Any]) -> int:
+def rehearse(
+    start: Callable[[], None], options: argparse.Namespace, wanted: dict[str, Any] | None
+) -> int:
     """Runs a program until its last step, prints the report, and returns the exit code.
+
+    Args:
+        wanted: the device that was started; None where it is a GPU.
 
     Raises:
         BaseException: what the program ended with, such as SystemExit.
     """
+    on = OnGpu() if wanted is None else _Rehearsed(options, wanted)
     seen = _Seen(options.steps)
-    host = Host(device().runtime, options.host_memory, device().limit)
-    device().answer = options.loss
     history.record()
     process, place = os.getpid(), Place.now()
     if options.devices > 1:
@@ -74,8 +79,8 @@ def rehearse(start: Callable[[], None], options: argparse.Namespace, wanted: dic
         ended, left = 1, raised
     if isinstance(error, SystemExit):
         error = getattr(sys, "last_value", error)  # that a command has printed
-    found = seen.report(wanted) | {"exit_code": ended}
-    found |= {"ranks": options.devices, "host": host.report(error)}
+    found = seen.report(on) | {"exit_code": ended}
+    found |= {"ranks": options.devices, "host": on.host(error)}
     if found["host"]["refused"]:
         found["fits"] = False
     recorded = history.recorded()
@@ -116,6 +121,22 @@ def _code_of(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
+class _Rehearsed:
+    """Says what a report has of the software device and of the host that is rehearsed."""
+
+    def __init__(self, options: argparse.Namespace, wanted: dict[str, Any]) -> None:
+        self._of = wanted | {"context_is": "estimate"}
+        self._host = Host(device().runtime, options.host_memory, device().limit)
+        device().answer = options.loss
+        self.reads, self.host = device().reads, self._host.report
+
+    def device(self) -> dict[str, Any]:
+        return self._of
+
+    def peak_reserved(self, by_torch: int) -> int:
+        return device().peak_bytes(0)  # with what a program takes beside torch's allocator
+
+
 class _Seen:
     """Counts steps, requests that were refused, and peaks, while a program runs."""
 
@@ -125,7 +146,7 @@ class _Seen:
         self._times: list[float] = []
         self._held: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._after: dict[str, int] = {}  # the last step: what optimizers hold that there are then
-        self._peak = 0
+        self._peaks = 0, 0  # allocated and reserved
         self._refused: list[dict[str, Any]] = []
         self._begin = time.monotonic()
         register_optimizer_step_post_hook(self._stepped)
@@ -136,13 +157,20 @@ class _Seen:
         reset = torch._C._cuda_resetPeakMemoryStats
 
         def kept(index: int) -> None:  # what a program forgets
-            self._peak = self._allocated()
+            self._peaks = self._most()
             reset(index)
 
         torch._C._cuda_resetPeakMemoryStats = kept
 
-    def _allocated(self) -> int:
-        return max(self._peak, torch.cuda.max_memory_allocated(0))
+    def _most(self) -> tuple[int, int]:
+        """Returns the most bytes that were allocated and reserved."""
+        if not torch.cuda.is_initialized():
+            return self._peaks
+        allocated, reserved = self._peaks
+        return (
+            max(allocated, torch.cuda.max_memory_allocated(0)),
+            max(reserved, torch.cuda.max_memory_reserved(0)),
+        )
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         done = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
@@ -167,23 +195,23 @@ class _Seen:
             }
         )
 
-    def report(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def report(self, on: OnGpu | _Rehearsed) -> dict[str, Any]:
         """Returns what the program took, as what JSON knows."""
-        used = torch.cuda.is_initialized()
-        runtime, between = device(), [b - a for a, b in zip(self._times, self._times[1:])]
+        allocated, reserved = self._most()
+        between = [b - a for a, b in zip(self._times, self._times[1:])]
         return {
             "format": FORMAT,
             "program": sys.argv,
-            "device": wanted,
+            "device": on.device(),
             "versions": _versions(),
-            "fits": not self._refused if used else None,
-            "peak_allocated": self._allocated() if used else 0,
-            "peak_reserved": runtime.peak_bytes(0),
+            "fits": not self._refused if torch.cuda.is_initialized() else None,
+            "peak_allocated": allocated,
+            "peak_reserved": on.peak_reserved(reserved),
             "after_step": self._after,
             "steps": len(self._times),
             "step_seconds": statistics.median(between) if between else None,
             "refused": self._refused,
-            "unknown_reads": dict(runtime.reads.most_common()),
+            "unknown_reads": dict(on.reads.most_common()),
             "seconds": time.monotonic() - self._begin,
             "snapshot": None,
             "at_peak": [],
@@ -259,7 +287,7 @@ def _text(found: dict[str, Any]) -> str:
     rows = [
         ("tensors, at most", found["peak_allocated"], ""),
         ("reserved by torch, at most", found["peak_reserved"], ""),
-        ("CUDA context", of["context"], "estimate"),
+        ("CUDA context", of["context"], of["context_is"]),
         ("left of the device", of["memory"] - taken, ""),
         ("the host's memory, at most", found["host"]["peak"], in_words(found["host"])),
     ]

@@ -250,6 +250,7 @@ except RuntimeError as error:
 PROGRAMS = {
     "fits": (LOOP, [512, 64], ["--certificate", "fits.certificate"]),
     "again": (LOOP, [512, 64], ["--certificate", "again.certificate"]),
+    "on a GPU": (LOOP, [512, 64], ["--on-gpu", "--compare", "earlier.json"]),
     "one step": (LOOP, [512, 64], ["--steps", "1", "--loss", "2.5", "--fail-above", "8 MiB"]),
     "too large": (
         LOOP,
@@ -302,7 +303,9 @@ for name, options in every.items():
     if child == 0:
         out = os.open(f"{name}.txt", os.O_CREAT | os.O_WRONLY)
         os.dup2(out, 1), os.dup2(out, 2)
-        sys.exit(rehearse(starting(options.program, options.is_module), options, wanted))
+        # This device is a GPU to a program that is not rehearsed.
+        on = None if options.on_gpu else wanted
+        sys.exit(rehearse(starting(options.program, options.is_module), options, on))
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep="\\t", flush=True)
 """
 
@@ -374,6 +377,18 @@ def test_what_grew_since_an_earlier_report(rehearsed):
     _, _, output = rehearsed["tried"]
     assert "-6.00 MiB  2 -> 0      gone, others: a/b.py:3 f" in output
     assert "python: 2.7 -> 3." in output and "device: H100 -> a GPU" in output
+
+
+def test_a_gpu_beside_a_rehearsal(rehearsed):
+    _, report, _ = rehearsed["fits"]
+    code, found, output = rehearsed["on a GPU"]
+    assert code == 0 and found["fits"] is True and found["device"]["memory"] == MEMORY
+    for key in ("peak_allocated", "peak_reserved", "steps", "at_peak", "after_step"):
+        told = json.dumps(found[key]).replace("on a GPU.py", "fits.py")
+        assert told == json.dumps(report[key])
+    assert found["device"]["context"] == report["device"]["context"] > 0
+    assert 0 < found["host"]["peak"] == found["host"]["rest"]
+    assert "with what other processes have" in output and "gone, others: a/b.py:3 f" in output
 
 
 def test_certificates_of_two_rehearsals_are_the_same_trace(rehearsed, capsys):
@@ -586,6 +601,9 @@ def test_what_the_command_refuses(tmp_path, monkeypatch, capsys):
         (["--gpu", "T4"], "PROGRAM is missing"),
         (["train.py"], "give --gpu"),
         (["--gpu=T4", "--advise", "headroom", "run", "a.py"], "without headroom run"),
+        (["--on-gpu"], "PROGRAM is missing"),
+        (["--on-gpu", "--loss=0", "a.py"], "and --loss is of what is rehearsed; leave it out"),
+        (["--on-gpu", "--devices=2", "a.py"], "and --devices is of what is rehearsed"),
     ):
         with pytest.raises(SystemExit) as ended:
             command.main(words)
