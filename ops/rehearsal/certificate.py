@@ -53,24 +53,27 @@ class Verified(NamedTuple):
 
 
 def write(
-    path: str | os.PathLike[str], report: Mapping[str, Any], recorded: Mapping[str, Any] | None
+    path: str | os.PathLike[str],
+    report: Mapping[str, Any],
+    recorded: Mapping[str, Any] | None,
+    program: str,
 ) -> None:
     """Writes a certificate that holds.
 
     Args:
         report: of a rehearsal.
         recorded: what its allocator did on the first device, as torch records it.
+        program: the file that was run, if it is one.
 
     Raises:
         ValueError: nothing was recorded, or its replay has other peaks; nothing is written.
     """
     if recorded is None:
         raise ValueError("the program has not used the device")
-    program = Path(report["program"][0])
     content = {
         "format": FORMAT,
         "report": report,
-        "program_sha256": _sha256(program.read_bytes()) if program.is_file() else None,
+        "program_sha256": _sha256(Path(program).read_bytes()) if os.path.isfile(program) else None,
         "expandable_segments": recorded["allocator_settings"]["expandable_segments"],
         **_trace(recorded["device_traces"][0]),
     }

@@ -18,7 +18,7 @@ from headroom._core.sizes import format_bytes
 from headroom.host import arena
 from headroom.integrations.attaching import after_import
 
-from ._operations import HOST_KERNELS, KEPT, Operation
+from ._operations import COMPOSITE, HOST_KERNELS, KEPT, Operation
 from .installed import redirect_calls
 from .lines import line, line_of
 from .values import libraries
@@ -147,7 +147,8 @@ def _skip_large(limit: int) -> None:
     for namespace in ("aten", "headroom"):
         library = torch.library.Library(namespace, "IMPL")
         libraries.append(library)
-        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        composite = [f"aten::{short}" for short in COMPOSITE]
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") + composite:
             short = name.removeprefix(namespace + "::")
             if short == name or short in KEPT or short.startswith("_nested_"):
                 continue

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from headroom._core.dtensor import local_part
 from headroom._core.sizes import format_bytes
 from headroom.cli.programs import exit_code
 from headroom.reports.rehearsal import VERDICTS
+from headroom_command.program import words_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import certificate, device, history
@@ -79,7 +81,8 @@ def rehearse(
         ended, left = 1, raised
     if isinstance(error, SystemExit):
         error = getattr(sys, "last_value", error)  # that a command has printed
-    found = seen.report(on) | {"exit_code": ended}
+    found = {"program": [*(["-m"] if options.is_module else []), *words_of(options)]}
+    found |= seen.report(on) | {"exit_code": ended}
     found |= {"ranks": options.devices, "host": on.host(error)}
     if found["host"]["refused"]:
         found["fits"] = False
@@ -101,7 +104,8 @@ def rehearse(
         failures.append(f"tensors took {peak}, more than {limit}")
     if options.certificate is not None:
         try:
-            certificate.write(options.certificate, found, recorded)
+            program = os.path.join(place.folder, words_of(options)[0])
+            certificate.write(options.certificate, found, recorded, program)
         except ValueError as why:
             failures.append(f"there is no certificate: {why}")
     for failure in failures:
@@ -201,7 +205,6 @@ class _Seen:
         between = [b - a for a, b in zip(self._times, self._times[1:])]
         return {
             "format": FORMAT,
-            "program": sys.argv,
             "device": on.device(),
             "versions": _versions(),
             "fits": not self._refused if torch.cuda.is_initialized() else None,
@@ -243,15 +246,19 @@ def _held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
 
 def _versions() -> dict[str, str]:
     """Returns the versions of Python, and of libraries that the program has imported."""
-    named = {
-        name: getattr(module, "__dict__", {}).get("__version__")
-        for name, module in [*sys.modules.items()]
-    }
-    return {"python": platform.python_version()} | {
-        name: str(version)  # torch's is a class of its own
-        for name, version in sorted(named.items())
-        if isinstance(version, str) and "." not in name and name not in sys.stdlib_module_names
-    }
+    found = {"python": platform.python_version()}
+    for name, module in sorted(sys.modules.items()):
+        if "." in name or name.startswith("_") or name in sys.stdlib_module_names:
+            continue
+        # Not asked of the module, which may begin to import its parts then.
+        version = getattr(module, "__dict__", {}).get("__version__")
+        if not isinstance(version, str):
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        found[name] = str(version)  # torch's is a class of its own
+    return found
 
 
 def _by(key: Callable[[dict[str, Any]], str], rows: list[dict[str, Any]]) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -180,6 +181,7 @@ def numbers():
 print("small", [[(t.dtype, t.tolist()) for t in row] for row in numbers()])
 large = torch.randn(1 << 27) * 0.02
 large.add_(1).sqrt_()
+torch.empty_like(large).copy_(large)
 mask = large > 0
 print("large", large[:2].tolist(), mask.any().item(), torch.arange(1 << 18)[-1].item())
 pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
@@ -486,6 +488,7 @@ def test_trainer(rehearsed):
     pytest.importorskip("transformers")
     code, report, output = rehearsed["trainer"]
     assert code == 0 and report["steps"] == 2 and "loss True cuda:0" in output, output
+    assert report["versions"]["transformers"] == version("transformers")
 
 
 def test_memory_of_the_host(rehearsed, capsys):

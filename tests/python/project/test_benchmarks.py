@@ -56,7 +56,9 @@ def test_the_memory_of_losses_is_saved_where_no_folder_is(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "stem", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in TIMED]
 )
-def test_quick_run_covers_every_case(stem, device, tmp_path, one_thread, capsys):
+def test_quick_run_covers_every_case(stem, device, tmp_path, one_thread, capsys, monkeypatch):
+    # torchao compiles for a minute.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     path = tmp_path / "results.json"
     line = [stem, "--quick", "--device", device, "--json", str(path), *one_thread]
     assert command.main(line) == 0

@@ -271,6 +271,7 @@ def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, her
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_nvidias_compiler_from_pypi_builds_the_library(setup, tmp_path):
     environment = ROOT / ".venv-nvcc"  # kept for the next run
     python = environment / "bin" / "python"

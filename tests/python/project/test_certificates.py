@@ -1,0 +1,46 @@
+"""README's table of what fits on which GPU: the certificates that it is made of hold, and a row of
+it is rehearsed again."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from headroom_rehearsal.certificate import verify
+
+from helpers.software_device import CAN_REHEARSE
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from benchmarks._certificates import PROGRAM, WAYS, command, file_of, row  # noqa: E402
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_row_of_a_certificate(way):
+    found = verify(file_of(way))
+    assert found.holds and found.report["fits"] is True and found.report["steps"] == 2
+    assert found.report["program"][1:] == way.split()
+    program = hashlib.sha256(PROGRAM.read_bytes()).hexdigest()
+    assert json.loads(file_of(way).read_text())["program_sha256"] == program
+    assert row(way, found.report) in (ROOT / "README.md").read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_REHEARSE, reason="needs a torch for CUDA and no GPU")
+def test_a_row_again(tmp_path):
+    pytest.importorskip("transformers")
+    way = "qlora headroom"
+    done = subprocess.run(
+        command(way, tmp_path / "again.json"), cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    kept, again = verify(file_of(way)), verify(tmp_path / "again.json")
+    names = ("torch", "transformers")
+    versions = [[one.report["versions"][name] for name in names] for one in (kept, again)]
+    # Other releases may take other temporaries.
+    apart = 0 if versions[0] == versions[1] else 0.02
+    assert abs(again.allocated / kept.allocated - 1) <= apart
+    assert abs(again.reserved / kept.reserved - 1) <= apart
