@@ -36,9 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--host-memory", type=_size, metavar="SIZE", help='of the host, such as "64 GiB"'
     )
-    command.add_argument(
-        "--devices", type=_count, default=1, metavar="N", help="rehearse rank 0 of N ranks"
-    )
+    command.add_argument("--devices", type=_count, metavar="N", help="rehearse rank 0 of N ranks")
     command.add_argument("--gpus", action="store_true", help="list the GPUs that are known")
     command.add_argument(
         "--steps", type=_count, default=STEPS, metavar="N", help="end after N steps; default: 3"
@@ -146,7 +144,8 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     """Starts the device, and returns what starts the program."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of other devices
     numbers = {name: wanted[name] for name in ("memory", "capability", "context")}
-    runtime = start(wanted["gpu"], computed=COMPUTED, devices=options.devices, **numbers)
+    devices = options.devices or 1
+    runtime = start(wanted["gpu"], computed=COMPUTED, devices=devices, **numbers)
     import torch
 
     from .installed import redirect
@@ -167,7 +166,7 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> Any:
     if os.path.basename(words[0]) in LAUNCHERS:
         raise ValueError(
             f"{words[0]} starts its program in other processes, which would not be rehearsed; give "
-            "the program itself, with --devices for several ranks"
+            "the program itself, with --devices for its ranks"
         )
     return starting(words, options.is_module)
 

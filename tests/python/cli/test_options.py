@@ -110,7 +110,7 @@ def test_defaults():
         ("run", "a"): {"register": False, "budget": None, "host_budget": None, "allow": []}
         | {"snapshot_on_oom": None, "profile": None, "is_module": False, "program": ["a"]},
         ("rehearse", "a"): {"gpu": None, "memory": None, "capability": None, "gpus": False}
-        | {"host_memory": None, "devices": 1, "no_weights": False, "advise": False}
+        | {"host_memory": None, "devices": None, "no_weights": False, "advise": False}
         | {"steps": 3, "loss": None, "fail_above": None, "snapshot": None, "report": None}
         | {"compare": None, "certificate": None, "is_module": False, "program": ["a"]},
         ("verify", "a"): {"files": [a]},
