@@ -40,9 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--host-memory", type=_size, metavar="SIZE", help='of the host, such as "64 GiB"'
     )
-    command.add_argument(
-        "--devices", type=_count, default=1, metavar="N", help="rehearse rank 0 of N ranks"
-    )
+    command.add_argument("--devices", type=_count, metavar="N", help="rehearse rank 0 of N ranks")
     command.add_argument("--gpus", action="store_true", help="list the GPUs that are known")
     command.add_argument(
         "--on-gpu",
@@ -180,7 +178,8 @@ def _begin(options: argparse.Namespace, wanted: dict[str, Any]) -> None:
     """Starts the device."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of other devices
     numbers = {name: wanted[name] for name in ("memory", "capability", "context")}
-    runtime = start(wanted["gpu"], computed=COMPUTED, devices=options.devices, **numbers)
+    devices = options.devices or 1
+    runtime = start(wanted["gpu"], computed=COMPUTED, devices=devices, **numbers)
     import torch
 
     from .installed import redirect
@@ -206,7 +205,7 @@ def _program(options: argparse.Namespace) -> Callable[[], None]:
     if os.path.basename(words[0]) in LAUNCHERS:
         raise ValueError(
             f"{words[0]} starts its program in other processes, which would not be rehearsed; give "
-            "the program itself, with --devices for several ranks"
+            "the program itself, with --devices for its ranks"
         )
     return starting(words, options.is_module)
 

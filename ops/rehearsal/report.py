@@ -59,7 +59,7 @@ def rehearse(
     seen = _Seen(options.steps)
     history.record()
     process, place = os.getpid(), Place.now()
-    if options.devices > 1:
+    if options.devices is not None:
         from .ranks import be_first_of
 
         be_first_of(options.devices)
@@ -83,12 +83,12 @@ def rehearse(
         error = getattr(sys, "last_value", error)  # that a command has printed
     found = {"program": [*(["-m"] if options.is_module else []), *words_of(options)]}
     found |= seen.report(on) | {"exit_code": ended}
-    found |= {"ranks": options.devices, "host": on.host(error)}
+    found |= {"ranks": options.devices or 1, "host": on.host(error)}
     if found["host"]["refused"]:
         found["fits"] = False
-    recorded = history.recorded()
+    recorded, kinds = seen.memory()
     if recorded is not None:
-        found["at_peak"] = history.at_peak(recorded, seen.kinds())
+        found["at_peak"] = history.at_peak(recorded, kinds)
         if options.snapshot is not None:
             options.snapshot.write_bytes(pickle.dumps(recorded))
             found["snapshot"] = str(options.snapshot)
@@ -151,6 +151,7 @@ class _Seen:
         self._held: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._after: dict[str, int] = {}  # the last step: what optimizers hold that there are then
         self._peaks = 0, 0  # allocated and reserved
+        self._memory: tuple[dict[str, Any] | None, dict[int, str]] | None = None
         self._refused: list[dict[str, Any]] = []
         self._begin = time.monotonic()
         register_optimizer_step_post_hook(self._stepped)
@@ -187,6 +188,8 @@ class _Seen:
         self._after = {kind: sum(held[kind] for held in every) for kind in every[0]}
         # One of several optimizers may be ahead.
         if done >= self._last and min(self._counts.values()) >= self._last:
+            # Before a program that sees its end moves tensors to the CPU, as Lightning does.
+            self._memory = history.recorded(), self._kinds()
             raise _Ended(0)
 
     def _out_of_memory(self, index: int, asked: int, total: int, free: int) -> None:
@@ -220,8 +223,11 @@ class _Seen:
             "at_peak": [],
         }
 
-    def kinds(self) -> dict[int, str]:
-        """Returns what optimizers hold now: the kind of memory by its address."""
+    def memory(self) -> tuple[dict[str, Any] | None, dict[int, str]]:
+        """Returns what was recorded, and what optimizers hold at its end: kinds by addresses."""
+        return self._memory or (history.recorded(), self._kinds())
+
+    def _kinds(self) -> dict[int, str]:
         found: dict[int, str] = {}
         for optimizer in [*self._held]:
             for kind, tensors in _held(optimizer).items():

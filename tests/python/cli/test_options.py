@@ -111,7 +111,7 @@ def test_defaults():
         | {"snapshot_on_oom": None, "profile": None, "is_module": False, "program": ["a"]},
         ("rehearse", "a"): {"gpu": None, "memory": None, "capability": None, "gpus": False}
         | {"on_gpu": False}
-        | {"host_memory": None, "devices": 1, "no_weights": False, "advise": False}
+        | {"host_memory": None, "devices": None, "no_weights": False, "advise": False}
         | {"steps": 3, "loss": None, "fail_above": None, "snapshot": None, "report": None}
         | {"compare": None, "certificate": None, "is_module": False, "program": ["a"]},
         ("verify", "a"): {"files": [a]},

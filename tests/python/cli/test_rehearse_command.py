@@ -1,10 +1,7 @@
-"""``headroom rehearse``: programs for a GPU that is not there. One process starts the device, and a
-child of it runs each program, since torch and the device take seconds to load."""
+"""``headroom rehearse``: programs for a GPU that is not there."""
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 from headroom._core.sizes import format_bytes
 from headroom.cli import main
 
+from helpers.rehearsals import rehearse_each
 from helpers.software_device import CAN_REHEARSE
 
 pytest_plugins = "pytester"
@@ -286,30 +284,6 @@ EARLIER = {
     "host": {"peak": 9 * MiB},
     "at_peak": [{"kind": None, "stack": ["a/b.py:3 f"], "bytes": 6 * MiB, "count": 2}],
 }
-DRIVER = """
-import argparse, json, os, sys
-from headroom_rehearsal import command
-
-parser = argparse.ArgumentParser()
-command.add_arguments(parser)
-every = {name: parser.parse_args(words) for name, words in json.load(sys.stdin).items()}
-first = next(iter(every.values()))
-wanted = command._device(first)
-command._begin(first, wanted)
-import torch._dynamo  # which every optimizer imports when it is first used
-from headroom.cli.programs import starting
-from headroom_rehearsal.report import rehearse
-
-for name, options in every.items():
-    child = os.fork()
-    if child == 0:
-        out = os.open(f"{name}.txt", os.O_CREAT | os.O_WRONLY)
-        os.dup2(out, 1), os.dup2(out, 2)
-        # This device is a GPU to a program that is not rehearsed.
-        on = None if options.on_gpu else wanted
-        sys.exit(rehearse(starting(options.program, options.is_module), options, on))
-    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep="\\t", flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -317,24 +291,12 @@ def rehearsed(tmp_path_factory):
     """Returns of each program its exit code, its report and what it printed."""
     folder = tmp_path_factory.mktemp("rehearsed")
     (folder / "earlier.json").write_text(json.dumps(EARLIER))
-    words = {}
-    for name, (text, arguments, options) in PROGRAMS.items():
-        if "transformers" in text and find_spec("transformers") is None:
-            continue
-        (folder / f"{name}.py").write_text(text)
-        words[name] = ["--memory=1 GiB", "--capability=8.9", f"--report={name}.json", *options]
-        words[name] += [f"{name}.py", *map(str, arguments)]
-    command = [sys.executable, "-c", DRIVER]
-    ended = subprocess.run(
-        command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=500
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: dict = {"folder": folder}
-    for line in ended.stdout.splitlines():
-        name, code = line.split("\t")
-        report, output = folder / f"{name}.json", (folder / f"{name}.txt").read_text()
-        found[name] = int(code), json.loads(report.read_text()) if report.exists() else {}, output
-    return found
+    there = {
+        name: program
+        for name, program in PROGRAMS.items()
+        if "transformers" not in program[0] or find_spec("transformers") is not None
+    }
+    return {"folder": folder} | rehearse_each(there, folder)
 
 
 def line_of(text, part):
