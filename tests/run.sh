@@ -3,10 +3,10 @@
 #
 #   bash tests/run.sh          what shows a regression soon: every test, with every value of its
 #                              parameters; without what is marked slow
-#   bash tests/run.sh full     the slow tests too, the sanitizers, the PTX of three architectures, and
-#                              64-bit Arm
-#   bash tests/run.sh pairs    the same with every pair of these values, and what is marked release:
-#                              before a release
+#   bash tests/run.sh full     the slow tests too, the sanitizers, and the PTX of three architectures
+#   bash tests/run.sh pairs    before a release: the same with every pair of these values, code for all
+#                              architectures, all that the PTX of one can do, wheels, the oldest
+#                              torch, and 64-bit Arm
 #
 # On 2 cores the first takes 10 to 20 minutes with torch's installation, and the second an hour. All
 # end by saying what took longest.
@@ -20,7 +20,7 @@ cd "$root"
 
 case ${1:-} in
 '')
-    sanitized=OFF
+    sanitized=OFF release=OFF
     select=(-m "not slow" --sample 1)
     # Under the emulator: lists longer than a launch, other orders of threads, checks taken away. Of
     # the PTX: what small cases do not reach.
@@ -29,15 +29,18 @@ case ${1:-} in
     [ -e /dev/nvidiactl ] || export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-90+PTX}"
     ;;
 full | pairs)
-    sanitized=ON
+    sanitized=ON release=OFF
     # The oldest, one with what newer ones have, and the newest, whose PTX comes from another front end.
     archs="75+PTX 90+PTX 120+PTX"
     select=(-m "not release" --sample 1)
-    # A release has code, and budgets, for all.
-    [ "$1" = full ] || { select=(--sample 2) && archs="75+PTX 80 86 90+PTX 100 120+PTX"; }
+    # Of the PTX, what nearly every kernel does with small cases.
+    c_select=(-E 'ptx.whole')
+    if [ "$1" = pairs ]; then
+        release=ON select=(--sample 2)
+        archs="75+PTX 80 86 90+PTX 100 120+PTX" # which all have budgets
+        c_select=(-E 'ptx.(some.90|whole.(75|120))')
+    fi
     export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-$archs}"
-    # All of the PTX once; of other architectures what nearly every kernel does with small cases.
-    c_select=(-E 'ptx.(some.90|whole.(75|120))')
     ;;
 *) echo "usage: tests/run.sh [full | pairs]" >&2 && exit 2 ;;
 esac
@@ -52,7 +55,7 @@ stage() {
 }
 
 # Packages of Debian and Ubuntu: a compiler, GoogleTest, what examples/c builds with, the formatter,
-# and for the full run a browser, and a compiler and an emulator of 64-bit Arm.
+# for the full run a browser, and before a release a compiler and an emulator of 64-bit Arm.
 system_packages() {
     local missing=() sudo=(sudo -n)
     command -v g++ >/dev/null || missing+=(g++)
@@ -62,7 +65,7 @@ system_packages() {
     [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
     # What reads the pages of reports; without one their tests are skipped.
     [ "$sanitized" = OFF ] || command -v chromium google-chrome >/dev/null || missing+=(chromium)
-    if [ "$sanitized" = ON ] && [ "$(uname -m)" = x86_64 ]; then
+    if [ "$release" = ON ] && [ "$(uname -m)" = x86_64 ]; then
         command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
         command -v qemu-aarch64 >/dev/null || missing+=(qemu-user)
     fi
@@ -153,7 +156,7 @@ stage "environment and package" bash examples/setup.sh
 stage "style" style
 stage "C tests: build" build_c_tests
 stage "C tests" c_tests
-if [ "$sanitized" = ON ] && [ "$(uname -m)" = x86_64 ]; then
+if [ "$release" = ON ] && [ "$(uname -m)" = x86_64 ]; then
     stage "C tests of 64-bit Arm, emulated" aarch64
 fi
 stage "Python tests on the software device" on_software_device tests/python/rehearsal

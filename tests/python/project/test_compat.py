@@ -11,7 +11,7 @@ from helpers.oldest_torch import OLDEST, oldest_python, run
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(headroom.__file__).resolve().parent
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

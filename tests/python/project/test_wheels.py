@@ -15,7 +15,7 @@ from helpers.oldest_torch import oldest_python, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")
