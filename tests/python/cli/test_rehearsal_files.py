@@ -111,7 +111,8 @@ def recorded(trace=TRACE, expandable=False):
 def certificate(tmp_path):
     path = tmp_path / "c.json"
     (tmp_path / "train.py").write_text("a program")
-    write(path, report(**PEAKS, program=[str(tmp_path / "train.py"), "--batch", "8"]), recorded())
+    given = report(**PEAKS, program=["train.py", "--batch", "8"])
+    write(path, given, recorded(), str(tmp_path / "train.py"))
     return path
 
 
@@ -146,7 +147,7 @@ def test_a_certificate_that_does_not_hold(key, certificate, tmp_path, capsys):
     assert f"{PEAKS[key]:,} bytes when replayed, not {PEAKS[key] - 512:,}" in said
     assert said.count("the same when replayed") == 1
     with pytest.raises(ValueError, match="a replay of what was recorded has 54.0 MiB and 92.0 MiB"):
-        write(tmp_path / "other.json", wrong, recorded())
+        write(tmp_path / "other.json", wrong, recorded(), "train.py")
     assert not (tmp_path / "other.json").exists()
 
 
@@ -162,7 +163,7 @@ def test_a_certificate_that_does_not_hold(key, certificate, tmp_path, capsys):
 def test_what_is_not_certified(given, message, tmp_path):
     message = message.replace("with no replay", "a replay of what was recorded has")
     with pytest.raises(ValueError, match=message):
-        write(tmp_path / "c.json", report(**PEAKS), copy.deepcopy(given))
+        write(tmp_path / "c.json", report(**PEAKS), copy.deepcopy(given), "train.py")
     assert not (tmp_path / "c.json").exists()
 
 

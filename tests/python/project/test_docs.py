@@ -21,7 +21,7 @@ PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", *PAGES]
 INDEXES = ["README.md", "docs/README.md"]
 # Pages about programs of this repository, which have commands and tables in place of code.
-WITHOUT_CODE = ["docs/README.md", "docs/benchmarks.md", "docs/convergence.md"]
+WITHOUT_CODE = ["docs/README.md", "docs/benchmarks.md", "docs/convergence.md", "docs/status.md"]
 WITHOUT_CODE += ["docs/memory-ladder.md"]
 
 
