@@ -200,6 +200,7 @@ def test_vector_loads_and_stores(instructions, access):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # a minute and a half, and only kernels change it
 def test_instructions_per_element(code):
     """Every loop that `python -m benchmarks.instructions` prints, beside its budget."""
     archs = {arch for row in ROWS for arch in row.budget}

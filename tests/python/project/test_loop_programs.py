@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = sorted((ROOT / "tests/loops").glob("with_*.py"))
+COMPILES = {"with_deepspeed"}  # an extension of its own, for more than a minute
 NEWEST = os.environ.get("HEADROOM_LOOPS") == "newest"  # as .ci/newest asks for
 VERSIONS = (
     "import importlib.metadata, json\n"
@@ -66,7 +67,13 @@ def environment(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(one, id=one.stem, marks=[pytest.mark.release] * (one.stem in COMPILES))
+        for one in PROGRAMS
+    ],
+)
 def test_a_loop_trains_with_one_line(program, tmp_path):
     python, versions, said = environment(environment_of(program))
     names = {
