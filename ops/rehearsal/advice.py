@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from headroom._core.sizes import format_bytes
 from headroom.techniques.technique import allowable, change_of
-from headroom_command.program import words_of
+from headroom_command.program import typed
 
 from .running import rehearsed
 
@@ -102,17 +102,17 @@ def _tried(options: argparse.Namespace, way: _Way, place: Place) -> dict[str, An
     given = {name: getattr(options, name) for name in _PASSED}
     if options.capability is not None:
         given["capability"] = options.capability / 10
-    program = [*(["-m"] if options.is_module else []), *words_of(options)]
+    program = typed(options)
     begin, started = [f"{name}={value}" for name, value in way.env.items()], program
     if way.options:
         started = ["-m", "headroom", "run", *way.options, *program]
     report = rehearsed(started, given, place.env | way.env, place.folder)
     is_file = os.path.exists(os.path.join(place.folder, program[0]))
-    typed = ["python", *program] if options.is_module or is_file else program
-    typed = started[1:] if way.options else typed
+    words = ["python", *program] if options.is_module or is_file else program
+    words = started[1:] if way.options else words
     return {
         "with": " ".join([*begin, shlex.join(way.options)]).strip(),
-        "command": " ".join([*begin, shlex.join(typed)]),
+        "command": " ".join([*begin, shlex.join(words)]),
         "changes": way.changes,
         **{name: report[name] for name in _KEPT},
     }

@@ -17,19 +17,21 @@ class OnGpu:
     """Says of the first GPU and its host what a report has of those that are rehearsed."""
 
     def __init__(self) -> None:
-        of = torch.cuda.get_device_properties(0)
-        self._of = {"name": of.name, "gpu": of.name, "memory": of.total_memory}
-        self._of["capability"] = 10 * of.major + of.minor
         self.reads: collections.Counter[str] = collections.Counter()  # all values are computed
 
     def device(self) -> dict[str, Any]:
         """Returns name, memory and compute capability, and as ``context`` the bytes that torch's
         allocator does not have: of the context, of libraries, and of other processes."""
-        if not torch.cuda.is_initialized():
-            return self._of | {"context": 0, "context_is": "not made"}
+        of = torch.cuda.get_device_properties(0)  # not before the program, which may fork
         free, total = torch.cuda.mem_get_info(0)
-        context = total - free - torch.cuda.memory_reserved(0)
-        return self._of | {"context": context, "context_is": "with what other processes have"}
+        return {
+            "name": of.name,
+            "gpu": of.name,
+            "memory": of.total_memory,
+            "capability": 10 * of.major + of.minor,
+            "context": total - free - torch.cuda.memory_reserved(0),
+            "context_is": "with what other processes have",
+        }
 
     def peak_reserved(self, by_torch: int) -> int:
         """Returns the most bytes that were reserved, of which only torch's allocator tells."""

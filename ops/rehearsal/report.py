@@ -23,7 +23,7 @@ from headroom._core.dtensor import local_part
 from headroom._core.sizes import format_bytes
 from headroom.cli.programs import exit_code
 from headroom.reports.rehearsal import VERDICTS
-from headroom_command.program import words_of
+from headroom_command.program import typed, words_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import certificate, device, history
@@ -81,12 +81,11 @@ def rehearse(
         ended, left = 1, raised
     if isinstance(error, SystemExit):
         error = getattr(sys, "last_value", error)  # that a command has printed
-    found = {"program": [*(["-m"] if options.is_module else []), *words_of(options)]}
-    found |= seen.report(on) | {"exit_code": ended}
+    recorded, kinds = seen.memory()
+    found = {"program": typed(options)} | seen.report(on) | {"exit_code": ended}
     found |= {"ranks": options.devices or 1, "host": on.host(error)}
     if found["host"]["refused"]:
         found["fits"] = False
-    recorded, kinds = seen.memory()
     if recorded is not None:
         found["at_peak"] = history.at_peak(recorded, kinds)
         if options.snapshot is not None:
@@ -204,13 +203,14 @@ class _Seen:
 
     def report(self, on: OnGpu | _Rehearsed) -> dict[str, Any]:
         """Returns what the program took, as what JSON knows."""
+        used = torch.cuda.is_initialized()
         allocated, reserved = self._most()
         between = [b - a for a, b in zip(self._times, self._times[1:])]
         return {
             "format": FORMAT,
             "device": on.device(),
             "versions": _versions(),
-            "fits": not self._refused if torch.cuda.is_initialized() else None,
+            "fits": not self._refused if used else None,
             "peak_allocated": allocated,
             "peak_reserved": on.peak_reserved(reserved),
             "after_step": self._after,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["MISSING", "add_program", "words_of"]
+__all__ = ["MISSING", "add_program", "typed", "words_of"]
 
 MISSING = "PROGRAM is missing: a script, a command, or -m and a module"
 
@@ -23,3 +23,8 @@ def add_program(command: argparse.ArgumentParser) -> None:
 def words_of(options: argparse.Namespace) -> list[str]:
     """Returns the name of the program and its arguments; nothing if it is missing."""
     return options.program[options.program[:1] == ["--"] :]
+
+
+def typed(options: argparse.Namespace) -> list[str]:
+    """Returns the program as it was given: its name and arguments, behind ``-m`` if a module."""
+    return [*(["-m"] if options.is_module else []), *words_of(options)]
