@@ -49,6 +49,13 @@ _SIZES_FROM_VALUES = set(
     """nonzero nonzero.out masked_select masked_select.out _unique _unique2 unique_consecutive
     unique_dim unique_dim_consecutive bincount repeat_interleave.Tensor equal""".split()
 )
+# They take masks, of which their CUDA code asks what is not zero.
+_TAKES_MASKS = set("index index_put index_put_ _index_put_impl_".split())
+# Which shapes results have if so many elements of a tensor of so many dimensions are not zero.
+_SHAPES = {
+    "nonzero": lambda count, dims: (count, dims),
+    "masked_select": lambda count, dims: (count,),
+}
 # Their CUDA code reads results of operations within it, which therefore are computed.
 _READS = set("multinomial multinomial.out segment_reduce".split())
 # Their CUDA code calls cuFFT or cuSOLVER, reads what kernels within it counted (``mode``), or makes
@@ -123,6 +130,7 @@ class Operation:
         )
         self.random = torch.Tag.nondeterministic_seeded in self.op.tags
         self.sizes_from_values = short in _SIZES_FROM_VALUES
+        self.takes_masks = short.partition(".")[0] in _TAKES_MASKS
         self.reads = short in _READS
         self._written_here = KERNELS.get(short)
         self.host_code = not (
@@ -348,6 +356,40 @@ class Operation:
         if key not in self._sizes:
             self._sizes[key] = self._makes_large(args, kwargs, limit)
         return self._sizes[key]
+
+    def with_share(self, share: float | None, args, kwargs) -> Tensor | None:
+        """Returns the result of a call whose size depends on what was not computed, as a tensor of
+        meta, or None where zeros do as well as other values.
+
+        Args:
+            share: which part of the elements is not zero.
+
+        Raises:
+            RuntimeError: the size is not known; says what to do.
+        """
+        short = self.op._schema.name.removeprefix("aten::")
+        if short == "equal" or (short == "bincount" and self._has_length(args, kwargs)):
+            return None
+        if short not in _SHAPES:
+            raise RuntimeError(
+                f"{self.name} returns as many elements as values say that a rehearsal does not "
+                "compute; call it on the CPU, or on tensors of at most 1 MiB"
+            )
+        if share is None:
+            raise RuntimeError(
+                f"{self.name} returns as many elements as are not zero among values that a "
+                "rehearsal does not compute; say with --nonzero which part of them that is, such "
+                "as --nonzero 0.1"
+            )
+        shape = torch.broadcast_shapes(*(t.shape for t in args))
+        of = _SHAPES[short](round(share * math.prod(shape)), len(shape))
+        dtype = torch.int64 if short == "nonzero" else args[0].dtype
+        return torch.empty(of, dtype=dtype, device="meta")
+
+    @staticmethod
+    def _has_length(args, kwargs) -> bool:
+        """Returns whether ``bincount`` was called with ``minlength``."""
+        return bool(args[2] if len(args) > 2 else kwargs.get("minlength", 0))
 
     def on_meta(self, args, kwargs):
         """Returns the results of a call as tensors of meta."""

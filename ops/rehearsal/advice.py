@@ -18,11 +18,15 @@ from .running import rehearsed
 __all__ = ["Place", "advise"]
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-_PASSED = ("gpu", "memory", "host_memory", "devices", "steps", "loss", "no_weights")
+_PASSED = ("gpu", "memory", "host_memory", "devices", "steps", "loss", "nonzero", "no_weights")
 _KEPT = ("fits", "peak_allocated", "peak_reserved", "error", "message")
 _NO_LOOP = (
     "none is for the loop of this program, which is its own: call headroom.fit in it, or "
     "headroom.retry_on_oom"
+)
+_HOST_ALONE = (
+    "only the host's memory ran out, and no option of headroom run takes less of it: load weights "
+    "to the device at once (device_map), map files (mmap=True), or keep less on the host"
 )
 _LESS = 0.07  # of the room for torch, where a plan fits and torch's allocator has more in pieces
 _HOST_LEFT = 0.9  # of what the program leaves of --host-memory, for a budget
@@ -58,6 +62,9 @@ def advise(
         found: the report of the program as it is, which does not fit.
         place: where the program began.
     """
+    if not found["refused"]:
+        _tell("", f"headroom rehearse: {_HOST_ALONE}")
+        return []
     _tell("", "headroom rehearse: the same program in other ways")
     memory, context = (found["device"][name] for name in ("memory", "context"))
     less = memory - int(_LESS * (memory - context))

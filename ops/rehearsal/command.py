@@ -23,8 +23,8 @@ HAS_JSON = False
 COMPUTED = 1 << 20  # bytes up to which tensors have values
 STEPS = 3
 _REHEARSED = (
-    "gpu", "memory", "capability", "host_memory", "devices", "loss", "no_weights", "advise",
-    "certificate",
+    "gpu", "memory", "capability", "host_memory", "devices", "loss", "nonzero", "no_weights",
+    "advise", "certificate",
 )  # fmt: skip
 
 
@@ -52,6 +52,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--loss", type=float, metavar="X", help="what a loss that is read is, which is 0 without"
+    )
+    command.add_argument(
+        "--nonzero",
+        type=_share,
+        metavar="X",
+        help="which part of a mask that is not computed is true, from 0 to 1",
     )
     command.add_argument(
         "--no-weights",
@@ -260,6 +266,16 @@ def _capability(text: str) -> int:
     if not 50 <= number < 200:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 8.6")
     return number
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number from 0 to 1")
+    return share
 
 
 def _count(text: str) -> int:

@@ -111,7 +111,7 @@ def rehearse(
         print(f"headroom rehearse: {failure}", file=sys.stderr)
     if options.compare is not None:
         print(compared(*options.compare, found), file=sys.stderr)
-    if options.advise and found["refused"]:
+    if options.advise and found["fits"] is False:
         found["advice"] = advise(options, found, place)
     if options.report is not None:
         options.report.write_text(json.dumps(found, indent=2))
@@ -130,7 +130,7 @@ class _Rehearsed:
     def __init__(self, options: argparse.Namespace, wanted: dict[str, Any]) -> None:
         self._of = wanted | {"context_is": "estimate"}
         self._host = Host(device().runtime, options.host_memory, device().limit)
-        device().answer = options.loss
+        device().answer, device().share = options.loss, options.nonzero
         self.reads, self.host = device().reads, self._host.report
 
     def device(self) -> dict[str, Any]:

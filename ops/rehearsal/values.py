@@ -29,6 +29,9 @@ from ._operations import (
 from .lines import line
 
 libraries: list[torch.library.Library] = []
+_EMPTY = "memory that no operation of torch has written"
+_PART = "part of a tensor that was not computed"
+_UNWRITTEN = (_EMPTY, _PART)
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
@@ -67,6 +70,7 @@ class Device:
         self.unknown: dict[int, str] = {}  # addresses of small results -> what did not compute them
         self.reads: collections.Counter[str] = collections.Counter()
         self.answer: float | None = None  # what a read of an unknown floating scalar returns
+        self.share: float | None = None  # which part of what was not computed is nonzero
 
     def fill(self, t: Tensor, byte: int) -> None:
         """Sets each byte of ``t`` in the order of the current stream of its device."""
@@ -102,29 +106,44 @@ class Device:
                         self._touch(stream, *extent(t), True, name)
 
     def forget(self, t: Tensor, name: str) -> None:
-        """Sets a small result that is not computed to zero, and remembers it."""
+        """Sets a small tensor that is not computed to zero, and remembers it."""
         if t.is_cuda and 0 < t.nbytes <= self.limit:
             self.fill(t, 0)
             self.unknown[t.data_ptr()] = name
 
+    def source(self, t: Tensor) -> str | None:
+        """Returns what has not computed a tensor, or None if its values are right."""
+        name = self.unknown.get(t.data_ptr())
+        if name is None and t.is_cuda and t.untyped_storage().nbytes() > self.limit:
+            return _PART
+        return name
+
     def read(self, t: Tensor) -> float | None:
         """Counts a read of a value that was not computed, with the line of the user's program, and
         returns the value that was given for it, if one was."""
-        name = self.unknown.get(t.data_ptr()) if self.unknown else None
+        name = None if self.limit is None else self.source(t)
         if name is None:
             return None
         self.reads[f"{line()} ({name})"] += 1
         return self.answer if t.is_floating_point() and t.numel() == 1 else None
 
     def follow(self, inputs: list[Tensor], results: list[Tensor]) -> None:
-        """Remembers that results of what is not computed are not right either."""
-        unknown = self.unknown
-        names = [n for t in inputs if (n := unknown.get(t.data_ptr())) is not None]
-        for t in results:
+        """Remembers that results of what is not computed are not right either.
+
+        Memory that nothing has written does not count as an input of what writes it.
+        """
+        unknown, written = self.unknown, {t.data_ptr() for t in results if t.numel()}
+        names = [
+            n
+            for t in inputs
+            if (n := self.source(t)) is not None
+            and not (n in _UNWRITTEN and t.data_ptr() in written)
+        ]
+        for at in written:
             if names:
-                unknown[t.data_ptr()] = names[0]
+                unknown[at] = names[0]
             else:
-                unknown.pop(t.data_ptr(), None)
+                unknown.pop(at, None)
 
 
 # ---- What a captured graph computes at each replay ----------------------------------------------
@@ -224,7 +243,10 @@ def _call(device: Device, o: Operation, keyset, args: tuple, kwargs: dict):
 def _run(device: Device, o: Operation, keyset, args, kwargs, tensors: list[Tensor], index: int):
     stream = torch._C._cuda_getCurrentRawStream(index)
     if device.limit is not None and (
-        not o.computable or o.is_large(tensors, args, kwargs, device.limit)
+        not o.computable
+        or o.is_large(tensors, args, kwargs, device.limit)
+        or (o.takes_masks and any(t.dtype == torch.bool and device.source(t) for t in tensors[1:]))
+        or (o.sizes_from_values and any(map(device.source, tensors)))
     ):
         return _not_computed(device, o, keyset, args, kwargs, tensors, stream)
     if not o.computable:
@@ -257,14 +279,14 @@ def _run(device: Device, o: Operation, keyset, args, kwargs, tensors: list[Tenso
     else:
         device.begin(stream)  # after the copies and fills that its CUDA code queued
         _deliver(o, written, result, copies, computed)
-    if device.unknown or device.ordered:
+    if device.limit is not None or device.ordered:
         written += o.fresh_tensors(result)
         _note(device, o, tensors, written)
     return result
 
 
 def _note(device: Device, o: Operation, tensors: list, written: list) -> None:
-    if device.unknown:
+    if device.limit is not None:
         read = [t for t in tensors if all(t is not w for w in written)] if o.fills else tensors
         device.follow(read, written)
     if device.ordered:
@@ -291,6 +313,10 @@ def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, s
     """Runs only the CUDA code of an operation on large tensors: its small results are zero."""
     if o.sizes_from_values or o.reads:
         device.reads[f"{line()} ({o.name})"] += 1
+        if o.sizes_from_values:
+            torch.cuda.current_stream(tensors[0].get_device()).synchronize()  # as CUDA's code does
+            if (sized := o.with_share(device.share, args, kwargs)) is not None:
+                return _of_size(device, o, args, kwargs, sized)
         # A tensor that was not computed counts as zeros (as probabilities: as ones), since the
         # operation's CUDA code would read anything.
         stand_in = functools.partial(
@@ -310,6 +336,14 @@ def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, s
         device.forget(t, o.name)
     if device.ordered:
         device.touch(tensors, o.written(args, kwargs) + fresh, o.bytes)
+    return result
+
+
+def _of_size(device: Device, o: Operation, args, kwargs, sized: Tensor):
+    """Returns the result of an operation whose size was told, without values."""
+    out = o.written(args, kwargs)
+    result = out[0].resize_(sized.shape) if out else _on_device(o, args[0].get_device(), sized)
+    device.forget(result, o.name)
     return result
 
 
@@ -374,7 +408,7 @@ def _copy_kernel(device: Device, o: Operation):
                 _host_code(o, keyset, (to_host, source, non_blocking), {}, False)
                 return to
             source = torch.empty_like(source, dtype=to.dtype)
-        if device.unknown:
+        if device.limit is not None:
             device.follow([source], [to] if to.is_cuda else [])
             if not to.is_cuda and not to.is_pinned():
                 value = device.read(source)
@@ -420,12 +454,19 @@ def _poisoning(device: Device, cuda):
 
 
 def _forgetting(device: Device, cuda):
-    """Returns a kernel of ``empty`` whose memory may be that of a tensor that was not computed."""
+    """Returns a kernel of ``empty`` whose memory counts as not computed until torch writes it.
+
+    So what only kernels of other libraries write, such as Triton's, is not computed.
+    """
 
     def kernel(keyset, *args, **kwargs):
         t = cuda.call_boxed(keyset, *args, **kwargs)
-        if device.unknown:
-            device.unknown.pop(t.data_ptr(), None)
+        if _local.nested:
+            if device.unknown:
+                device.unknown.pop(t.data_ptr(), None)
+        else:
+            with torch._C.DisableTorchFunction():
+                device.forget(t, _EMPTY)
         return t
 
     return kernel

@@ -92,6 +92,12 @@ def test_where_nothing_helps(advised):
     assert len(calls) == 6 and told.endswith("  it fits in none of these\n")
 
 
+def test_where_only_the_hosts_memory_ran_out(advised):
+    found = {"refused": [], "host": {"limit": MiB, "peak": 0, "refused": [{}]}}
+    tried, calls, told = advised(lambda *_: (True, None), found, "train.py")
+    assert tried == [] and calls == [] and "only the host's memory ran out" in told
+
+
 TRAINER = """
 import torch, transformers
 

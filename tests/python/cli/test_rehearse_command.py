@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +72,22 @@ large = torch.ones(1 << 20, device="cuda")
 print("sum", large.sum().item())
 zero = torch.zeros((), device="cuda")
 print("mean", large.mean().cpu().item(), zero.item(), bool((large > 0).all()))
-print("found", large.nonzero().shape[0], torch.ones(3, device="cuda").nonzero().shape[0])
+small = torch.ones(4, 3, device="cuda")
+masks = (large > 0).view(1024, 1024), large.view(-1, 2)[:3].bool(), small > large.mean()
+for ask in (
+    lambda: masks[0].nonzero(), lambda: masks[1].nonzero(), lambda: large[large > 0],
+    lambda: small[masks[2]], lambda: small.nonzero(), lambda: small.new_empty(9).sum().item(),
+    lambda: large.masked_select(large > 0), lambda: large.unique(),
+    lambda: torch.bincount(large.long(), minlength=7), lambda: torch.bincount(large.long()),
+):
+    try:
+        found = ask()
+        print("found", [*found.shape] if torch.is_tensor(found) else found)
+    except RuntimeError as error:
+        print("refused", error)
+order = torch.empty(9, dtype=torch.int64, device="cuda")
+order[torch.randperm(9, device="cuda")] = torch.arange(9, device="cuda")
+print("order", order.sum().item(), "torch.empty", small.new_empty(2).fill_(3).sum().item())
 x, w = (torch.randn(8, 16, device="cuda", requires_grad=True) for _ in range(2))
 loss = headroom.linear_cross_entropy(x, w, torch.arange(8, device="cuda"))
 loss.backward()
@@ -265,7 +281,7 @@ PROGRAMS = {
     "planned": (PLANNED, [], []),
     "caught": (CAUGHT, [], []),
     "values": (VALUES, [], []),
-    "answered": (VALUES, [], ["--loss", "3"]),
+    "answered": (VALUES, [], ["--loss", "3", "--nonzero", "0.25"]),
     "threads": (THREADS, [], []),
     "backward": (BACKWARD, [], []),
     "trainer": (TRAINER, ["made"], []),
@@ -416,16 +432,34 @@ def test_a_program_that_catches_it_and_goes_on(rehearsed):
 def test_values_of_small_tensors_and_reads_of_others(rehearsed):
     code, report, output = rehearsed["values"]
     assert code == 0, output
-    assert "sum 0.0" in output and "mean 0.0 0.0 False" in output and "found 0 3" in output
-    assert "fused True True" in output
-    lines = [place.split(" ")[0].rpartition(":")[2] for place in report["unknown_reads"]]
-    wanted = [line_of(VALUES, part) for part in ('"sum"', '"mean"', '"mean"', '"found"')]
-    assert sorted(map(int, lines)) == wanted
+    assert "sum 0.0" in output and "mean 0.0 0.0 False" in output
+    assert "fused True True" in output and "order 36 torch.empty 6.0" in output
+    told = [line.split()[:5] for line in output.splitlines() if line.startswith(("fou", "refused"))]
+    assert told == [
+        ["refused", "aten::nonzero", "returns", "as", "many"],
+        ["refused", "aten::nonzero", "returns", "as", "many"],
+        ["refused", "aten::nonzero", "returns", "as", "many"],
+        ["refused", "aten::nonzero", "returns", "as", "many"],
+        ["found", "[12,", "2]"],
+        ["found", "0.0"],
+        ["refused", "aten::masked_select", "returns", "as", "many"],
+        ["refused", "aten::_unique2", "returns", "as", "many"],
+        ["found", "[7]"],
+        ["refused", "aten::bincount", "returns", "as", "many"],
+    ]
+    assert "such as --nonzero 0.1" in output and "call it on the CPU" in output
+    lines = {place.split(" ")[0].rpartition(":")[2] for place in report["unknown_reads"]}
+    parts = ('"sum"', '"mean"', "lambda: masks[0]", "lambda: small[", "masked_select", "minlength")
+    assert lines == {str(line_of(VALUES, part)) for part in parts}
 
 
 def test_answers_to_reads(rehearsed):
     _, _, output = rehearsed["answered"]
     assert "sum 3.0" in output and "mean 3.0 0.0 False" in output and "fused True True" in output
+    found = re.findall(r"^found (.*)$", output, re.MULTILINE)
+    quarter = (1 << 20) // 4
+    wanted = [quarter, 2], [2, 2], [quarter], [3], [12, 2], 3.0, [quarter], [7]
+    assert found == [str(one) for one in wanted]
 
 
 def test_no_certificate_of_memory_that_torch_does_not_know(rehearsed):

@@ -205,6 +205,10 @@ PROGRAMS = {
     "with lightning": (LIGHTNING, [], []),
     "with bitsandbytes": (QLORA, [], ["--no-weights"]),
 }
+# Each also as `headroom run` starts it, with options that change no step.
+STARTED = ["headroom", "run", "--register", "--snapshot-on-oom", "oom"]
+BUDGET = ["headroom", "run", "--budget", "3 GiB"]
+FITTED, OWN_LOOP = "with lightning", "gpt"
 DEVICE = {"memory": "4 GiB", "steps": 2}  # transformers takes it that there are 1.2 GiB
 COMPILED = {"compiled": (GPT.replace("COMPILE", "model = torch.compile(model)"), [], [])}
 NEEDED = {
@@ -221,6 +225,9 @@ def there(name):
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
     programs = {name: program for name, program in PROGRAMS.items() if there(name)}
+    programs |= {f"{name} started": (*program, STARTED) for name, program in programs.items()}
+    for name in (FITTED, OWN_LOOP):
+        programs |= {f"{name} fitted": (*PROGRAMS[name], BUDGET)} if there(name) else {}
     return rehearse_each(programs, tmp_path_factory.mktemp("rehearsed"), **DEVICE)
 
 
@@ -242,6 +249,19 @@ def test_a_program(rehearsed, name):
     if not there(name):
         pytest.skip(f"needs {', '.join(NEEDED[name])}")
     check(*rehearsed[name])
+    started = rehearsed[f"{name} started"]
+    check(*started)
+    more = started[1]["peak_allocated"] - rehearsed[name][1]["peak_allocated"]
+    assert 0 <= more <= 512  # a block of the allocator
+
+
+def test_programs_with_a_budget(rehearsed):
+    code, report, output = rehearsed[f"{OWN_LOOP} fitted"]
+    assert code != 0 and report["error"] == "UnknownLoop" and "headroom.fit" in output
+    if there(FITTED):
+        code, report, output = rehearsed[f"{FITTED} fitted"]
+        # Steps that it tries count too.
+        assert code == 0 and report["fits"] is True and report["steps"] >= 2, output
 
 
 @pytest.mark.slow

@@ -35,17 +35,18 @@ def rehearse_each(programs, folder, *, memory="1 GiB", steps=3):
     """Returns of each program its exit code, its report and what it printed.
 
     Args:
-        programs: by names, the text of each, its arguments, and the options of its rehearsal.
+        programs: by names, the text of each, its arguments, the options of its rehearsal, and the
+            words before it, if something starts it.
         folder: which the programs run in.
         memory: of the device.
         steps: after which they end.
     """
     words = {}
-    for name, (text, arguments, options) in programs.items():
+    for name, (text, arguments, options, *started) in programs.items():
         (folder / f"{name}.py").write_text(text)
         device = [f"--memory={memory}", "--capability=8.9", f"--steps={steps}"]
         words[name] = [*device, f"--report={name}.json", *options]
-        words[name] += [f"{name}.py", *map(str, arguments)]
+        words[name] += [*sum(started, []), f"{name}.py", *map(str, arguments)]
     command = [sys.executable, "-c", DRIVER]
     ended = subprocess.run(
         command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=500
