@@ -24,8 +24,9 @@ _MODULE = nn.Module._call_impl.__code__
 
 class ValuesRead:
     """Answers 1 for the values of fakes that a loop's own code reads, such as ``loss.item()`` for
-    its metrics, and all elements where it selects some by a mask. What a module asks for in its
-    ``forward`` is left to planning, which refuses: the sizes of what follows may depend on it.
+    its metrics, and all elements where it selects some by a mask. A ``forward`` that was set on an
+    instance, as TRL does, is the loop's. What a module asks for in its own is left to planning,
+    which refuses: the sizes of what follows may depend on it.
 
     Attributes:
         lines: where values were read, as ``file:line``.
@@ -93,15 +94,29 @@ class _Answers(TorchDispatchMode):
     def _is_loops(self) -> bool:
         """Returns whether the loop asks, and not a module; notes where."""
         frame: Any = sys._getframe(2)
-        found = None
-        while frame is not None:
-            if frame.f_code is _MODULE:
-                return False
-            found = found or _line(frame, frame.f_lineno)
+        while frame is not None and frame.f_code is not _MODULE:
+            if (found := _line(frame, frame.f_lineno)) is not None:
+                is_loops = _is_set(frame) or not _is_in_module(frame)
+                if is_loops and found not in self._lines:
+                    self._lines.append(found)
+                return is_loops
             frame = frame.f_back
-        if found is not None and found not in self._lines:
-            self._lines.append(found)
-        return found is not None
+        return False
+
+
+def _is_in_module(frame: FrameType | None) -> bool:
+    """Returns whether a module has called what runs."""
+    while frame is not None and frame.f_code is not _MODULE:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_set(frame: FrameType) -> bool:
+    """Returns whether a function runs that was set as the forward of a module's instance. Others,
+    such as Accelerate, may have set theirs around it."""
+    owner = frame.f_locals.get("self")
+    is_set = isinstance(owner, nn.Module) and "forward" in vars(owner)
+    return is_set and not hasattr(type(owner), frame.f_code.co_name)
 
 
 def _selects(x: Any, indices: list[Any]) -> bool:

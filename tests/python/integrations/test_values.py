@@ -1,5 +1,6 @@
 """Loops that read values of tensors for their metrics, as the trainers of TRL do."""
 
+import types
 from collections import defaultdict
 
 import headroom
@@ -85,6 +86,36 @@ def test_a_loader_that_yields_no_dict(tmp_path):
     )
     with pytest.raises(TypeError, match=r"batch of the loader is list, .* give such a dict as sam"):
         trainer.train()
+
+
+def selecting(self, x):
+    """A forward that a loop sets on a model, as TRL does."""
+    return self.forward_of_class(x)[x > 0]
+
+
+def around(forward):
+    return lambda *args: forward(*args)
+
+
+def test_a_forward_that_a_loop_has_set():
+    values, module = ValuesRead(), torch.nn.Linear(5, 5)
+    module.forward_of_class = module.forward
+    module.forward = types.MethodType(selecting, module)
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True), values.answered():
+            assert module(torch.randn(3, 5)).shape == (15,)
+        module.forward = around(module.forward)  # as Accelerate does
+    assert len(values.lines) == 1
+    inner = Selects()
+    module.forward_of_class = inner
+    with FakeTensorMode(allow_non_fake_inputs=True), values.answered():
+        with pytest.raises(Exception, match="nonzero"):
+            module(torch.randn(3, 5))
+
+
+class Selects(torch.nn.Module):
+    def forward(self, x):
+        return x[x > 0]
 
 
 def test_values_of_fakes():
