@@ -94,7 +94,7 @@ class ShardedModel:
     hooks."""
 
     def __init__(self, sharding: Sharding, model: nn.Module, recorder: Recorder) -> None:
-        self._ranks, self._recorder = sharding.ranks, recorder
+        self._ranks, self._recorder, self._model = sharding.ranks, recorder, model
         modules = dict(model.named_modules())
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in modules.values():
@@ -126,8 +126,13 @@ class ShardedModel:
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what autograd gives gradients to, with its name."""
+        shards = set()
         for parameter in self._parameters():
+            shards.add(id(parameter.shard))
             yield parameter.name, parameter.whole
+        for name, ignored in self._model.named_parameters():
+            if id(ignored) not in shards:
+                yield name, ignored
 
     def install(self) -> None:
         """Adds the hooks, and from now on counts whole parameters only while they are there."""

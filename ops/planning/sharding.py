@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,13 @@ class FSDP:
         reshard_after_forward: whether whole parameters are dropped between the forward and the
             backward pass; None: of all but the model's own, as in torch.
         mp_policy: the ``MixedPrecisionPolicy``.
+        ignored_params: parameters of the model, or their names, that stay whole on each rank.
     """
 
     wrap: Sequence[nn.Module | str | type] | None = None
     reshard_after_forward: bool | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    ignored_params: Collection[nn.Parameter | str] = ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def _units(model: nn.Module, how: FSDP) -> tuple[Unit, ...]:
     """Returns the units of a model of which some modules and then the whole are sharded; a
     parameter belongs to the innermost of them."""
     found: dict[str, list[str]] = {name: [] for name in ("", *_wrapped(model, how.wrap))}
+    ignored = set(_ignored(model, how.ignored_params))
     owners: dict[int, str] = {}
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -182,7 +185,7 @@ def _units(model: nn.Module, how: FSDP) -> tuple[Unit, ...]:
                 f"{name!r} is a parameter of {owner!r} too, and fully_shard wants shared "
                 "parameters in one unit: leave one of the modules out of wrap"
             )
-        if id(parameter) in seen:
+        if id(parameter) in seen or id(parameter) in ignored:
             continue
         seen.add(id(parameter))
         if not parameter.dim():
@@ -193,6 +196,18 @@ def _units(model: nn.Module, how: FSDP) -> tuple[Unit, ...]:
         Unit(unit, tuple(names), bool(unit) if reshard is None else reshard, how.mp_policy)
         for unit, names in found.items()
     )
+
+
+def _ignored(model: nn.Module, given: Iterable[nn.Parameter | str]) -> Iterator[int]:
+    """Yields the ids of parameters that are given by themselves or by their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(parameter) for parameter in named.values()}
+    for one in given:
+        parameter = named.get(one) if isinstance(one, str) else one
+        if id(parameter) not in ids:
+            what = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
+            raise ValueError(f"ignored_params has {what}, which is no parameter of the model")
+        yield id(parameter)
 
 
 def _is_in(name: str, module: str) -> bool:

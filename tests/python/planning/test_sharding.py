@@ -156,6 +156,12 @@ def test_what_is_wrapped():
     each = [("", ()), ("0", root), ("1.0", inner[:2]), ("1.1", inner[2:])]
     assert units([nn.Linear]) == each
     assert units(["1", "1.0"]) == [("", root), ("1", inner[2:]), ("1.0", inner[:2])]
+    how = FSDP([model[1]], ignored_params={model[0].weight, "1.1.bias"})
+    units = sharding_of(model, 2, how)[1].units
+    assert [unit.parameters for unit in units] == [("0.bias",), inner[:3]]
+    for wrong in ("2.weight", nn.Parameter(torch.ones(2))):
+        with pytest.raises(ValueError, match="ignored_params has .*no parameter of the model"):
+            sharding_of(model, 2, FSDP(ignored_params=[wrong]))
     sharding = sharding_of(matrices(), 2, "fsdp")[1]
     assert are_frozen(sharding, sharding.how, *sharding.units, DDP())
     names = [unit.module for unit in sharding.units]
@@ -308,6 +314,8 @@ def distributed(kind):
         options["mp_policy"] = MIXED
     for block in model.blocks:
         fully_shard(block, **options)
+    if kind == "ignored":
+        options["ignored_params"] = {model.embedding.weight, model.head.weight}
     fully_shard(model, **options)
     kind = headroom.optim.AdamW8bit if kind == "8bit" else torch.optim.AdamW
     return model, kind(model.parameters())
@@ -349,7 +357,8 @@ def planned_and_measured(rank, kinds, tolerance):
         else:
             optimizer = headroom.optim.AdamW8bit if kind == "8bit" else torch.optim.AdamW
             policy = MIXED if kind == "mixed" else MixedPrecisionPolicy()
-            shard = FSDP(None, False if kind == "keep" else None, policy)
+            ignored = ("embedding.weight", "head.weight") if kind == "ignored" else ()
+            shard = FSDP(None, False if kind == "keep" else None, policy, ignored)
             plan = planned(Small(), optimizer, x, world_size=mesh(), shard=shard)
         real, model, optimizer = least(kind, x, plan.peak_bytes * (1 + tolerance))
         sizes = plan.peak_bytes, real.peak_bytes, plan.timeline.peaks(), real.peaks()
@@ -374,4 +383,4 @@ def test_a_rank_takes_what_is_planned(ranks):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_rank_takes_what_is_planned_in_other_ways(ranks):
-    ranks(planned_and_measured, ("ddp-view", "fsdp", "keep", "mixed"), 0.01)
+    ranks(planned_and_measured, ("ddp-view", "fsdp", "keep", "mixed", "ignored"), 0.01)

@@ -484,3 +484,17 @@ def test_a_model_larger_than_its_memory_trains_where_its_weights_stream():
     done = run_example("larger_than_memory.py", "--hidden", 384)  # asserts the same
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("out of memory") == 2 and done.stdout.count("stream ") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_two_ranks_train_a_small_70b_as_one_does():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(EXAMPLES / "qlora_70b.py"), "--small"]
+    two = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    one = run_example("qlora_70b.py", "--small")
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    losses = [[float(x.split()[-1]) for x in done.stdout.splitlines()] for done in (one, two)]
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0][0] != losses[0][2]
