@@ -65,12 +65,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         rows = [finding._asdict() for finding in findings]
         broken = sum(finding.status == BROKEN for finding in findings)
-        found = {"format": "headroom.doctor/1", "broken": broken, "findings": rows}
+        found = {"format": "headroom.doctor/1", "now": now(findings), "broken": broken}
+        found["findings"] = rows
         if advice is not None:
             found["loader"] = advice.as_dict()
         print(json.dumps(found, indent=2))
     else:
-        print(table(findings))
+        print(f"{now(findings)}\n\n{table(findings)}")
         if advice is not None:
             print(f"\nloader\n{advice}")
     return 0
@@ -117,6 +118,27 @@ def examine(root: Path = Path("/")) -> list[Finding]:
         except Exception as error:  # of any type: what is looked at may be broken in any way
             found.append(Finding(part, "error", _short(error), BROKEN, "please report this"))
     return found
+
+
+def now(findings: list[Finding]) -> str:
+    """Returns what a user can do on this machine now, or has to do first, as a sentence."""
+    for one in findings:
+        if one.status == BROKEN:
+            what = one.name if one.part == "devices" else f"{one.name} of {one.part}"
+            return f"First mend the {what}: {one.value}. {one.advice}".rstrip()
+    found = {(one.part, one.name): one for one in findings}
+    gpus = [one.value.partition(",")[0] for (_, name), one in found.items() if "cuda:" in name]
+    cuda = found.get(("library", "CUDA"))
+    if gpus and cuda is not None and cuda.status == NOTE:
+        return f"This library is {cuda.value}, and trains on it alone. {cuda.advice}."
+    if gpus:
+        return f"Trains on {', '.join(gpus)}: headroom.fit in your loop, or headroom run train.py."
+    torch = found.get(("versions", "torch"))
+    if torch is not None and "for CUDA" in torch.value and sys.platform == "linux":
+        more = 'rehearses programs for GPUs: headroom rehearse --gpu "RTX 4090" train.py'
+    else:
+        more = "plans for GPUs: headroom plan. A torch built for CUDA would rehearse programs, too"
+    return f"Trains on the CPU, and {more}."
 
 
 def table(findings: list[Finding]) -> str:

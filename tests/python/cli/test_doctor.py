@@ -17,7 +17,7 @@ import torch
 from headroom._core import binaries
 from headroom._core.cgroups import cgroup_limit
 from headroom.cli import doctor, main
-from headroom.cli.doctor import BROKEN, NOTE, OK, examine, runs_on, table
+from headroom.cli.doctor import BROKEN, NOTE, OK, Finding, examine, now, runs_on, table
 
 
 def named(findings):
@@ -40,6 +40,37 @@ def test_what_it_finds_here(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert all(value in text for value in values.values())
+
+
+def test_its_first_line(capsys):
+    def line(*changes):
+        rows = {
+            ("versions", "torch"): Finding("versions", "torch", "2.15, built for CUDA 13.2"),
+            ("library", "CUDA"): Finding("library", "CUDA", "13.0"),
+            ("devices", "NVIDIA driver"): Finding("devices", "NVIDIA driver", "580"),
+        }
+        return now([*(rows | {one[:2]: Finding(*one) for one in changes}).values()])
+
+    gpu = ("devices", "cuda:0", "NVIDIA T4, sm_75, 14 GiB free of 15 GiB")
+    assert line().startswith("Trains on the CPU, and rehearses programs for GPUs: headroom reh")
+    built = ("versions", "torch", "2.15, built for the CPU")
+    assert "plans for GPUs" in line(built) and "would rehearse" in line(built)
+    assert line(gpu).startswith("Trains on NVIDIA T4: headroom.fit")
+    alone = ("library", "CUDA", "built for the CPU", NOTE, "for a GPU: pip")
+    assert line(gpu, alone) == "This library is built for the CPU, and trains on it alone. " + (
+        "for a GPU: pip."
+    )
+    broken = (
+        "devices",
+        "cuda:0",
+        "NVIDIA T4; the library has 90",
+        BROKEN,
+        "HEADROOM_CUDA_ARCHS=75",
+    )
+    wanted = "First mend the cuda:0: NVIDIA T4; the library has 90. HEADROOM_CUDA_ARCHS=75"
+    assert line(broken) == wanted
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith(now(examine()) + "\n\nversions\n")
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch):
