@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from headroom.planning import FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 TOKENS, STEPS, RANKS, RANK = 512, 3, 2, 16
 LARGE = transformers.LlamaConfig(  # meta-llama/Meta-Llama-3-70B, config.json
@@ -44,6 +44,7 @@ SMALL = transformers.LlamaConfig(
     dtype="float32",
     use_cache=False,
 )
+ON_HOST = 8  # blocks whose shards are, since NCCL takes some of the GPU, too
 WHOLE = ("model.embed_tokens.weight", "lm_head.weight")
 PARTS = ("4 bits", "blocks at L5", "fused loss", "shards")
 
@@ -70,13 +71,22 @@ def train(config, device, rank, ranks):
     torch.manual_seed(0)
     model = llama(config, "cpu" if small else "meta")
     if ranks > 1:
+        for index, block in enumerate(model.model.layers):
+            is_there = index < ON_HOST and not small
+            fully_shard(block, offload_policy=CPUOffloadPolicy() if is_there else OffloadPolicy())
+            if not small:
+                block.to_empty(device="cpu" if is_there else device)
         # FSDP2 would gather these for the whole step, and for a moment twice: more than they take.
         whole = {model.get_parameter(name) for name in WHOLE}
-        for block in model.model.layers:
-            fully_shard(block)
         fully_shard(model, ignored_params=whole)
     if not small:
-        model.to_empty(device=device)
+        for part in (
+            model.model.embed_tokens,
+            model.model.norm,
+            model.model.rotary_emb,
+            model.lm_head,
+        ):
+            part.to_empty(device=device)
     optimizer = optimizer_of(model.parameters())
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):

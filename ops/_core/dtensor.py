@@ -74,6 +74,18 @@ def with_spec(local: Tensor, spec: Any) -> Tensor:
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
+def from_shard(local: Tensor, mesh: Any, placements: Any, **form: Any) -> Tensor:
+    """Returns the DTensor of a shard on this rank, which stays where it lies: ``from_local`` moves
+    it to the device of the mesh.
+
+    Args:
+        form: shape and stride of the whole tensor, if shards differ.
+    """
+    on_meta = torch.empty_like(local, device="meta")
+    spec = spec_of(DTensor.from_local(on_meta, mesh, placements, run_check=False, **form))
+    return with_spec(local, spec)
+
+
 def on_meta(x: Tensor) -> Tensor:
     """Returns a tensor of the same form, sharded in the same way, without memory."""
     local = local_part(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._core.dtensor import moved_shard, sharded_dim
+from .._core.dtensor import from_shard, moved_shard, sharded_dim
 from ..param_states.states import Slot
 
 # The names of the states of each rule: row, column and element variances.
@@ -24,7 +24,7 @@ def zero_scalar(param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return zero
     mesh = param.device_mesh
-    return DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return from_shard(zero, mesh, [Replicate()] * mesh.ndim)
 
 
 def _zero_lines(name: str, param: Tensor) -> Tensor:
@@ -46,9 +46,7 @@ def _zero_lines(name: str, param: Tensor) -> Tensor:
         placements.append(placement)
     zeros = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return from_shard(zeros, param.device_mesh, placements, shape=shape, stride=stride)
 
 
 def shape_of(name: str, param: Tensor) -> torch.Size:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._core.dtensor import sharded_dim
+from .._core.dtensor import from_shard, sharded_dim
 
 
 def absmax_of(name: str) -> str:
@@ -51,7 +51,7 @@ def zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
         placements = [Replicate() if sharded_dim(p) is None else Shard(0) for p in placements]
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return from_shard(scales, mesh, placements, shape=shape, stride=stride)
 
 
 def unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:

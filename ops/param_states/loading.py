@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._core.dtensor import local_part
+from .._core.dtensor import from_shard, local_part
 from .._core.names import param_names
 from .._core.overlap import is_dense, is_freed
 from .._core.ownership import Ownership
@@ -295,14 +295,8 @@ def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the bits of a tensor as numbers of another dtype of the same size."""
     if not isinstance(tensor, DTensor):
         return tensor.view(dtype)
-    return DTensor.from_local(
-        tensor.to_local().view(dtype),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    local, form = tensor.to_local().view(dtype), {"shape": tensor.shape, "stride": tensor.stride()}
+    return from_shard(local, tensor.device_mesh, tensor.placements, **form)
 
 
 def _ordered(value: Tensor, param: Tensor) -> Tensor:

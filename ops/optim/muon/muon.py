@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import ParamsT
 
-from ..._core.dtensor import sharded_dim
+from ..._core.dtensor import from_shard, sharded_dim
 from ..._core.grouping import grouped
 from ..._core.registration import FLOATS
 from ..._core.sizes import parse_bytes
@@ -340,6 +340,4 @@ def _zero_row_vars(param: Tensor, split: Split) -> Tensor:
     placements = [
         one if sharded_dim(one) in range(len(shape)) else Replicate() for one in param.placements
     ]
-    return DTensor.from_local(
-        zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return from_shard(zeros, param.device_mesh, placements, shape=shape, stride=stride)

@@ -240,6 +240,31 @@ for _ in range(2):
     sharded(torch.ones(4, 1024, device="cuda")).sum().backward()
     optimizer.step()
 """
+SHARDS_ON_THE_HOST = """
+import functools, headroom, torch
+import torch.distributed as dist
+from headroom import optim
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+clipped = functools.partial(optim.AdamW8bit, max_grad_norm=1.0)
+for make in (optim.AdamW, optim.AdamW8bit, clipped, optim.Adafactor, optim.Lion8bit, optim.Muon):
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(3)))
+    for layer in model[:2]:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    model[2].cuda()
+    fully_shard(model)
+    optimizer = make(model if make is optim.Muon else model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4, 96, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for place, p in zip(["cpu"] * 4 + ["cuda"] * 2, model.parameters(), strict=True):
+        states = [p, *(x for x in optimizer.state[p].values() if torch.is_tensor(x))]
+        assert {getattr(x, "_local_tensor", x).device.type for x in states} == {place}, make
+    print("stepped", len(states) > 1)
+"""
 NO_WEIGHTS = """
 import sys, torch, transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
@@ -287,6 +312,7 @@ PROGRAMS = {
     "trainer": (TRAINER, ["made"], []),
     "on the host": (ON_HOST, [], ["--host-memory", "5 GiB"]),
     "ranks": (RANKS, [], ["--devices", "4"]),
+    "shards on the host": (SHARDS_ON_THE_HOST, [], ["--devices", "2", "--steps", "9"]),
     "no weights": (NO_WEIGHTS, [], ["--no-weights"]),
 }
 CERTIFIED = ("fits", "again", "too large", "streams")
@@ -467,6 +493,12 @@ def test_no_certificate_of_memory_that_torch_does_not_know(rehearsed):
     assert code == 1 and report["exit_code"] == 0 and report["peak_reserved"] == 6 * MiB
     assert "there is no certificate: 512 B and 6.00 MiB were allocated and reserved" in output
     assert not (rehearsed["folder"] / "raw.certificate").exists()
+
+
+def test_optimizers_of_shards_on_the_host(rehearsed):
+    """Of FSDP2's CPUOffloadPolicy, for some of the modules."""
+    code, _, output = rehearsed["shards on the host"]
+    assert code == 0 and output.count("stepped True") == 6, output
 
 
 def test_forks_threads_and_exit_codes(rehearsed):
