@@ -4,9 +4,10 @@
     python examples/qlora_70b.py --plan    # what each of the parts is for, without a GPU
     headroom rehearse --gpu "RTX 4090" --devices 2 examples/qlora_70b.py
 
-The weights are random, as are the tokens, 512 a step on each GPU; `headroom.load_quantized` reads
-those of a file. `--small` trains a small model of that shape in float32 on the CPU, in two
-processes or in one, which print the same losses:
+The tokens are random, 512 a step on each GPU, and the weights what its memory holds, since what is
+looked at is the memory that this takes; `headroom.load_quantized` reads those of a file. `--small`
+trains a small model of that shape in float32 on the CPU, in two processes or in one, which print
+the same losses:
 
     torchrun --nproc-per-node 2 examples/qlora_70b.py --small
     python examples/qlora_70b.py --small
@@ -80,12 +81,8 @@ def train(config, device, rank, ranks):
         whole = {model.get_parameter(name) for name in WHOLE}
         fully_shard(model, ignored_params=whole)
     if not small:
-        for part in (
-            model.model.embed_tokens,
-            model.model.norm,
-            model.model.rotary_emb,
-            model.lm_head,
-        ):
+        body = model.model
+        for part in (body.embed_tokens, body.norm, body.rotary_emb, model.lm_head):
             part.to_empty(device=device)
     optimizer = optimizer_of(model.parameters())
     generator = torch.Generator().manual_seed(1)
@@ -102,6 +99,8 @@ def train(config, device, rank, ranks):
                 dist.all_reduce(whole)
             if rank == 0:
                 print(f"step {step}: loss {whole.item():.4f}")
+    if not small and rank == 0:
+        print(f"reserved by torch: {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
 
 
 def plans(config):
@@ -131,6 +130,8 @@ def main():
     if args.plan:
         return plans(config)
     rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not args.small and ranks != RANKS:
+        parser.error(f"it is for {RANKS} GPUs: torchrun --nproc-per-node {RANKS} {__file__}")
     if not args.small:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if ranks > 1:
