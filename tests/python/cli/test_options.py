@@ -112,7 +112,8 @@ def test_defaults():
         ("rehearse", "a"): {"gpu": None, "memory": None, "capability": None, "gpus": False}
         | {"on_gpu": False}
         | {"host_memory": None, "devices": None, "no_weights": False, "advise": False}
-        | {"steps": 3, "loss": None, "fail_above": None, "snapshot": None, "report": None}
+        | {"steps": 3, "loss": None, "nonzero": None, "fail_above": None}
+        | {"snapshot": None, "report": None}
         | {"compare": None, "certificate": None, "is_module": False, "program": ["a"]},
         ("verify", "a"): {"files": [a]},
         ("report", "a"): {"files": [a], "out": None, "title": None}

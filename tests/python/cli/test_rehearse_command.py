@@ -637,6 +637,8 @@ def test_what_the_command_refuses(tmp_path, monkeypatch, capsys):
         (["--on-gpu"], "PROGRAM is missing"),
         (["--on-gpu", "--loss=0", "a.py"], "and --loss is of what is rehearsed; leave it out"),
         (["--on-gpu", "--devices=2", "a.py"], "and --devices is of what is rehearsed"),
+        (["--on-gpu", "--nonzero=0", "a.py"], "and --nonzero is of what is rehearsed"),
+        (["--gpu=T4", "--nonzero=1.5", "a.py"], "got '1.5', wanted a number from 0 to 1"),
     ):
         with pytest.raises(SystemExit) as ended:
             command.main(words)
