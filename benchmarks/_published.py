@@ -140,23 +140,13 @@ def rehearse(row: Row) -> dict[str, Any]:
 
 def main() -> None:
     wanted = sys.argv[1:]
-    found = []
+    kept = {one["program"]: one for one in json.loads(FILE.read_text())}
     for row in ROWS:
+        name = " ".join(row.words)
         if not wanted or row.words[0] in wanted:
-            one = rehearse(row)
-            if not one:
-                continue
-            found.append(one)
-            sizes = f"{one['published'] / GIB:7.2f} {one['rehearsed'] / GIB:7.2f} GiB"
-            print(f"{one['program']:<34} {sizes} {one['ratio']:5.2f}", flush=True)
-    kept = json.loads(FILE.read_text()) if FILE.exists() else []
-    names = {one["program"] for one in found}
-    kept = [one for one in kept if one["program"] not in names] + found
-    FILE.write_text(json.dumps(kept, indent=1) + "\n")
-    by_program = {one["program"]: one for one in kept}
-    for row in ROWS:
-        if (one := by_program.get(" ".join(row.words))) is not None:
-            print(row_of_table(row, one))
+            kept[name] = rehearse(row) or kept[name]
+        print(row_of_table(row, kept[name]), flush=True)
+    FILE.write_text(json.dumps([kept[" ".join(row.words)] for row in ROWS], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -73,10 +73,10 @@ def train(config, device, rank, ranks):
     model = llama(config, "cpu" if small else "meta")
     if ranks > 1:
         for index, block in enumerate(model.model.layers):
-            is_there = index < ON_HOST and not small
-            fully_shard(block, offload_policy=CPUOffloadPolicy() if is_there else OffloadPolicy())
+            on_host = index < ON_HOST and not small
+            fully_shard(block, offload_policy=CPUOffloadPolicy() if on_host else OffloadPolicy())
             if not small:
-                block.to_empty(device="cpu" if is_there else device)
+                block.to_empty(device="cpu" if on_host else device)
         # FSDP2 would gather these for the whole step, and for a moment twice: more than they take.
         whole = {model.get_parameter(name) for name in WHOLE}
         fully_shard(model, ignored_params=whole)

@@ -249,13 +249,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 dist.init_process_group("nccl")
 torch.cuda.set_device(0)
 clipped = functools.partial(optim.AdamW8bit, max_grad_norm=1.0)
-for make in (optim.AdamW, optim.AdamW8bit, clipped, optim.Adafactor, optim.Lion8bit, optim.Muon):
+muon = functools.partial(optim.Muon, normuon=0.95)
+for make in (optim.AdamW, optim.AdamW8bit, clipped, optim.Adafactor, optim.Lion8bit, muon):
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(3)))
     for layer in model[:2]:
         fully_shard(layer, offload_policy=CPUOffloadPolicy())
     model[2].cuda()
     fully_shard(model)
-    optimizer = make(model if make is optim.Muon else model.parameters(), lr=0.1)
+    optimizer = make(model if make is muon else model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(4, 96, device="cuda")).square().mean().backward()
         optimizer.step()

@@ -69,8 +69,10 @@ def test_levels_give_the_same_bits_in_fewer_bytes(name, to, dtype):
         wanted = wanted or got
         assert_same_bits(got.values(), wanted.values())
         kept.append(kept_bytes(lambda: model(**held).logits, list(model.parameters())))
+    # The loss is most of the norm, and processors differ in its last bit.
+    assert error(wanted, exact) <= 2 * max(error(theirs, exact), torch.finfo(torch.float32).eps)
     for found in (wanted, theirs, exact):
-        del found["loss"]  # whose last bit would outweigh the gradients
+        del found["loss"]
     assert error(wanted, exact) <= 2 * error(theirs, exact)
     assert kept[:6] == sorted(kept[:6], reverse=True) and kept[5] < kept[1] < kept[0]
 
