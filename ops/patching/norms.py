@@ -212,7 +212,7 @@ def recognized_norm(module: nn.Module) -> NormRule | str:
     if device.type not in DEVICES:
         return f"there are no kernels for {device.type}"
     if device.type == "meta":
-        return "its weight is on the meta device, so what it computes cannot be tried"
+        device = torch.device("cpu")  # the weights that it is tried with are not its own
     unknown = "it computes neither an RMSNorm nor a LayerNorm over the last dimension"
     full = _Probe(module, columns, torch.float32, device)
     with torch.autocast(device.type, enabled=False):

@@ -113,7 +113,9 @@ def test_what_we_quantize_bitsandbytes_reads(kind, dtype):
         k.removeprefix("weight."): v for k, v in entries.items() if k not in ("weight", "bias")
     }
     param = bnb.nn.Params4bit.from_prequantized(entries["weight"], stats, device="cpu")
-    assert_same_bits(ours.dequantize(), bnb.functional.dequantize_4bit(param, param.quant_state))
+    theirs = bnb.functional.dequantize_4bit(param, param.quant_state)
+    # On a processor without AVX-512 bitsandbytes gives FP4's second zero a sign, which the sum takes.
+    assert_same_bits(ours.dequantize() + 0.0, theirs + 0.0)
     other = bnb.nn.Linear4bit(64, 48, quant_type=kind)
     other.weight, other.bias = param, ours.bias
     torch.testing.assert_close(ours(x), other.train()(x))
