@@ -128,7 +128,7 @@ class Device:
         return self.answer if t.is_floating_point() and t.numel() == 1 else None
 
     def count(self, name: str) -> None:
-        """Counts a read of what ``name`` has not computed, unless a check of Headroom's own reads."""
+        """Counts a read of what ``name`` has not computed, but of none by a check of Headroom."""
         if not is_check():
             self.reads[f"{line()} ({name})"] += 1
 

@@ -114,7 +114,7 @@ def test_what_we_quantize_bitsandbytes_reads(kind, dtype):
     }
     param = bnb.nn.Params4bit.from_prequantized(entries["weight"], stats, device="cpu")
     theirs = bnb.functional.dequantize_4bit(param, param.quant_state)
-    # On a processor without AVX-512 bitsandbytes gives FP4's second zero a sign, which the sum takes.
+    # Without AVX-512 bitsandbytes gives the second zero of FP4 a sign, which the sums take away.
     assert_same_bits(ours.dequantize() + 0.0, theirs + 0.0)
     other = bnb.nn.Linear4bit(64, 48, quant_type=kind)
     other.weight, other.bias = param, ours.bias
