@@ -267,5 +267,6 @@ def test_programs_with_a_budget(rehearsed):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_compiled_program(tmp_path):
     check(*rehearse_each(COMPILED, tmp_path, **DEVICE)["compiled"])

@@ -80,15 +80,15 @@ def test_budget_binds_where_a_tenth_more_is_faster():
 
 @pytest.mark.slow
 def test_quick_run(tmp_path, capsys):
-    """Of two budgets and a frontier beside torch: no peak is above its budget."""
+    """Of a budget and a frontier beside torch: no peak is above its budget."""
     path = tmp_path / "fit.json"
-    names = ["ours-40", "mixer-40", "gpt-torch"]
+    names = ["mixer-40", "gpt-torch"]
     line = ["fit", "--quick", "--rounds", "2", "--json", str(path), "--cases", *names]
     assert command.main(line) == 0
     printed = capsys.readouterr().out
     saved = json.loads(path.read_text())
     assert {row["name"] for row in saved["cases"]} == set(names)
-    assert all(name in printed for name in names[:2])
-    assert saved["summary"]["cases"] == 2 and saved["summary"]["most_used"]["met"]
+    assert names[0] in printed
+    assert saved["summary"]["cases"] == 1 and saved["summary"]["most_used"]["met"]
     assert saved["summary"]["most_used_beside_torch"]["met"]
     assert (tmp_path / "fit-gpt.png").read_bytes().startswith(b"\x89PNG")

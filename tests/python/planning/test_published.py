@@ -69,9 +69,11 @@ def planned_bert(rows, optimizer=ADAMW, saves=False, **options):
 @pytest.mark.parametrize(
     "published, optimizer, saves",
     [
-        (8681, ADAMW, False),
         (7275, ADAMW, True),
-        (4847, functools.partial(torch.optim.Adafactor, lr=1e-4), True),
+        pytest.param(8681, ADAMW, False, marks=pytest.mark.release),
+        pytest.param(
+            4847, functools.partial(torch.optim.Adafactor, lr=1e-4), True, marks=pytest.mark.release
+        ),
     ],
 )
 def test_bert_large_in_micro_batches_of_one(published, optimizer, saves):
