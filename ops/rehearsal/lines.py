@@ -8,9 +8,10 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import takewhile
 from types import FrameType, TracebackType
 
-__all__ = ["is_check", "line", "line_of"]
+__all__ = ["is_check", "is_printing", "line", "line_of"]
 
 _DEVICE = ("/torch/", "/headroom_rehearsal/", "/ops/rehearsal/", "/headroom/cli/", "<")
 _HEADROOM = find_spec("headroom")
@@ -38,10 +39,15 @@ def line() -> str:
 
 def is_check() -> bool:
     """Returns whether a check of Headroom's is running, whose answer a program does not see."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _DEVICE):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.endswith(_CHECKS)
+    caller = next((name for name in _callers() if not _is_of_device(name)), "")
+    return caller.endswith(_CHECKS)
+
+
+def is_printing() -> bool:
+    """Returns whether torch is making the text of a tensor, which decides nothing."""
+    return any(
+        name.endswith("/torch/_tensor_str.py") for name in takewhile(_is_of_device, _callers())
+    )
 
 
 def line_of(trace: TracebackType | None) -> str:
@@ -57,6 +63,18 @@ def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
+def _callers() -> Iterator[str]:
+    """Yields the files of the functions that are running, innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _is_of_device(name: str) -> bool:
+    return any(part in name for part in _DEVICE)
+
+
 def _is_users(name: str) -> bool:
     return not any(part in name for part in (*_DEVICE, *_LIBRARIES))
 
@@ -65,7 +83,7 @@ def _line(frame: FrameType | None) -> str | None:
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not any(part in name for part in _DEVICE):
+        if not _is_of_device(name):
             here = f"{name}:{frame.f_lineno}"
             if _is_users(name):
                 return here if inner is None else f"{here}, in {inner}"

@@ -26,7 +26,7 @@ from ._operations import (
     Operation,
     cannot_compute,
 )
-from .lines import is_check, line
+from .lines import is_check, is_printing, line
 
 libraries: list[torch.library.Library] = []
 _EMPTY = "memory that no operation of torch has written"
@@ -320,7 +320,8 @@ def _not_computed(device: Device, o: Operation, keyset, args, kwargs, tensors, s
         device.count(o.name)
         if o.sizes_from_values:
             torch.cuda.current_stream(tensors[0].get_device()).synchronize()  # as CUDA's code does
-            if (sized := o.with_share(device.share, args, kwargs)) is not None:
+            sized = None if is_printing() else o.with_share(device.share, args, kwargs)
+            if sized is not None:
                 return _of_size(device, o, args, kwargs, sized)
         # A tensor that was not computed counts as zeros (as probabilities: as ones), since the
         # operation's CUDA code would read anything.

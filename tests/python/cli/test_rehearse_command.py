@@ -85,6 +85,7 @@ for ask in (
         print("found", [*found.shape] if torch.is_tensor(found) else found)
     except RuntimeError as error:
         print("refused", error)
+print("shown", large.view(1024, 1024))
 order = torch.empty(9, dtype=torch.int64, device="cuda")
 order[torch.randperm(9, device="cuda")] = torch.arange(9, device="cuda")
 print("order", order.sum().item(), "torch.empty", small.new_empty(2).fill_(3).sum().item())
@@ -460,6 +461,7 @@ def test_values_of_small_tensors_and_reads_of_others(rehearsed):
     code, report, output = rehearsed["values"]
     assert code == 0, output
     assert "sum 0.0" in output and "mean 0.0 0.0 False" in output
+    assert re.search(r"shown tensor\(\[\[0\., 0\., .*\n.*device='cuda:0'\)", output, re.DOTALL)
     assert "fused True True" in output and "order 36 torch.empty 6.0" in output
     told = [line.split()[:5] for line in output.splitlines() if line.startswith(("fou", "refused"))]
     assert told == [
@@ -476,7 +478,15 @@ def test_values_of_small_tensors_and_reads_of_others(rehearsed):
     ]
     assert "such as --nonzero 0.1" in output and "call it on the CPU" in output
     lines = {place.split(" ")[0].rpartition(":")[2] for place in report["unknown_reads"]}
-    parts = ('"sum"', '"mean"', "lambda: masks[0]", "lambda: small[", "masked_select", "minlength")
+    parts = (
+        '"sum"',
+        '"mean"',
+        "lambda: masks[0]",
+        "lambda: small[",
+        "masked_select",
+        "minlength",
+        "shown",
+    )
     assert lines == {str(line_of(VALUES, part)) for part in parts}
 
 
