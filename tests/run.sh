@@ -3,7 +3,8 @@
 #
 #   bash tests/run.sh          what shows a regression soon: every test, with every value of its
 #                              parameters; without what is marked slow
-#   bash tests/run.sh full     the slow tests too, the sanitizers, and the PTX of two architectures
+#   bash tests/run.sh full     the slow tests too, with eight cases of each, the sanitizers, and the PTX
+#                              of two architectures
 #   bash tests/run.sh pairs    before a release: the same with every pair of these values, code for all
 #                              architectures, all that the PTX of one can do, wheels, the oldest
 #                              torch, and 64-bit Arm
@@ -32,7 +33,7 @@ full | pairs)
     sanitized=ON release=OFF
     # The oldest, and one with what newer ones have.
     archs="75+PTX 90+PTX"
-    select=(-m "not release" --sample 1)
+    select=(-m "not release" --sample 1 --slow-cases 8)
     # Of the PTX, what nearly every kernel does with small cases.
     c_select=(-E 'ptx.whole')
     if [ "$1" = pairs ]; then

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.ranks import Ranks
-from helpers.sampling import sample
+from helpers.sampling import sample, sample_slow
 
 
 def pytest_addoption(parser):
@@ -21,12 +21,21 @@ def pytest_addoption(parser):
         help="of each test, run cases until every combination of the values of so many parameters "
         "occurred once: 1, every value; 2, every pair",
     )
+    parser.addoption(
+        "--slow-cases",
+        type=int,
+        metavar="MOST",
+        help="of each test, run so many of the cases that are marked slow",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that what they leave is sampled
 def pytest_collection_modifyitems(config, items):
     if ways := config.getoption("--sample"):
         items[:], left_out = sample(items, ways)
+        config.hook.pytest_deselected(items=left_out)
+    if most := config.getoption("--slow-cases"):
+        items[:], left_out = sample_slow(items, most)
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -15,7 +15,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = sorted((ROOT / "tests/loops").glob("with_*.py"))
-COMPILES = {"with_deepspeed"}  # an extension of its own, for more than a minute
+# The first compiles an extension of its own; the others have one call, or the loop of another.
+BEFORE_A_RELEASE = {
+    f"with_{name}"
+    for name in ("deepspeed", "compile", "dcp", "export", "onnx", "torchtitan", "torchtune")
+}
 NEWEST = os.environ.get("HEADROOM_LOOPS") == "newest"  # as .ci/newest asks for
 VERSIONS = (
     "import importlib.metadata, json\n"
@@ -70,7 +74,7 @@ def environment(name):
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(one, id=one.stem, marks=[pytest.mark.release] * (one.stem in COMPILES))
+        pytest.param(one, id=one.stem, marks=[pytest.mark.release] * (one.stem in BEFORE_A_RELEASE))
         for one in PROGRAMS
     ],
 )
