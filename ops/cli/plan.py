@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from headroom_command.compute_capability import compute_capability
+
 from .._core.atomic import write_json
 from ..planning import Plan, plan
 from .arguments import count
@@ -18,6 +20,12 @@ HELP = "predict the memory of a training step"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_setup_arguments(command)
     command.add_argument(
+        "--capability",
+        type=compute_capability,
+        metavar="X.Y",
+        help="of the GPU, such as 8.6; default: 8.0",
+    )
+    command.add_argument(
         "--advice", type=count(0), default=0, metavar="N", help="what would help most"
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON as well")
@@ -26,7 +34,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     arguments, keywords = setup_of(options)
-    found = plan(*arguments, **keywords)
+    told = None if options.capability is None else divmod(options.capability, 10)
+    found = plan(*arguments, **keywords, capability=told)
     if options.out is not None:
         write_json(options.out, found.to_json())
     advice = found.advice(options.advice) if options.advice > 0 else []

@@ -16,6 +16,7 @@ from ..step.micro_batches import resized
 from .advice import advise
 from .checks import check_step
 from .device import device_share
+from .products import planned_for
 from .recorder import Recorder
 from .result import Plan
 from .sharding import DDP, FSDP
@@ -32,6 +33,7 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
     device: str | torch.device | None = None,
+    capability: tuple[int, int] | None = None,
     amp: torch.dtype | None = None,
     save: str | None = None,
     checkpoint_every: int | None = None,
@@ -66,6 +68,9 @@ def plan(
             output and the dict. None: the output's ``loss``, or the output itself.
         forward: instead of ``loss``, all that computes it: ``forward(model, sample_batch)``.
         device: "cuda" or "cpu", where the steps will run. None: where the model is.
+        capability: the compute capability of the GPU, such as (7, 5) of a T4 or (9, 0) of an H100,
+            which decides kernels, workspaces and the context. None: that of the GPU that this
+            process uses, or (8, 0).
         amp: a dtype to run the forward pass and the loss in, under :class:`torch.autocast`.
         save: a save level for the blocks of :mod:`headroom.nn`.
         checkpoint_every: as in :func:`headroom.checkpoint_every`.
@@ -104,6 +109,8 @@ def plan(
             raises. Says which one, and in which module.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
+    if measure and capability is not None:
+        raise ValueError("capability is of a plan, and measure=True runs steps: leave one of both")
     if offload not in (None, "state", "step"):
         raise ValueError(f'offload must be "state", "step" or None, got {offload!r}')
     step = check_step(
@@ -114,6 +121,7 @@ def plan(
             loss,
             forward,
             device=None if device is None else torch.device(device),
+            capability=capability,
             amp=amp,
             scaler=scaler,
             save=save,
@@ -139,8 +147,9 @@ def plan(
 
 def plan_of(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
     """Returns the plan of a step that was checked; ``watch`` is that of :func:`trace`."""
-    timeline = trace(step, watch)
-    share = device_share(timeline)
+    with planned_for(step.capability):
+        timeline = trace(step, watch)
+        share = device_share(timeline)
     model = type(step.model).__name__
     return Plan(
         timeline, share, model, step.described(), lambda of, top: advise(step, of, plan_of, top)

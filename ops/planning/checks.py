@@ -47,10 +47,30 @@ def check_step(step: Step, world_size: Any = None, shard: Any = None) -> Step:
         device = next(iter(real)) if real else torch.device("cuda")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device.type!r}, wanted cpu or cuda")
+    _check_capability(step.capability, device)
     for x in tensors_in(step.batch):
         if x.requires_grad and not x.is_leaf:
             raise ValueError("a tensor of sample_batch has a graph behind it; detach it")
     return step.but(model=model, device=device, sharding=sharding)
+
+
+def _check_capability(capability: Any, device: torch.device) -> None:
+    if capability is None:
+        return
+    if not (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(type(x) is int and x >= 0 for x in capability)
+        and capability[0] > 0
+    ):
+        raise ValueError(
+            f"capability is {capability!r}, wanted a pair such as (9, 0), as "
+            "torch.cuda.get_device_capability() returns"
+        )
+    if device.type != "cuda":
+        raise ValueError(
+            f"capability is of a GPU, and device is {device.type!r}: leave one of both"
+        )
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -10,22 +10,48 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Products", "Scratch", "capability", "cublas_workspace", "keeps_workspaces"]
+__all__ = [
+    "Products",
+    "Scratch",
+    "capability",
+    "cublas_workspace",
+    "keeps_workspaces",
+    "planned_for",
+]
 
 KIB, MIB = 1 << 10, 1 << 20
 _CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
 
 
+_told: list[tuple[int, int]] = []  # by planned_for(), the innermost last
+
+
+@contextmanager
+def planned_for(told: tuple[int, int] | None) -> Iterator[None]:
+    """Makes :func:`capability` return ``told``, unless that is None."""
+    if told is None:
+        yield
+        return
+    _told.append(told)
+    try:
+        yield
+    finally:
+        _told.pop()
+
+
 def capability() -> tuple[int, int]:
-    """Returns the compute capability of the device that plans are for: of the current one, if this
-    process has one in use, else 8.0."""
+    """Returns the compute capability of the device that plans are for: that which was told, of the
+    current device, if this process has one in use, or 8.0."""
+    if _told:
+        return _told[-1]
     has_device = torch.cuda.is_initialized()  # asking would make a context
     return torch.cuda.get_device_capability() if has_device else (8, 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from headroom_command.compute_capability import compute_capability
 from headroom_command.program import MISSING, add_program, words_of
 
 from . import device, gpus, package, start
@@ -35,7 +36,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--memory", type=_size, metavar="SIZE", help='of the device, such as "12 GiB"'
     )
     command.add_argument(
-        "--capability", type=_capability, metavar="X.Y", help="compute capability, such as 8.6"
+        "--capability",
+        type=compute_capability,
+        metavar="X.Y",
+        help="compute capability, such as 8.6",
     )
     command.add_argument(
         "--host-memory", type=_size, metavar="SIZE", help='of the host, such as "64 GiB"'
@@ -255,17 +259,6 @@ def _earlier(path: str) -> tuple[str, dict[str, Any]]:
         return os.path.basename(path), read_report(path)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _capability(text: str) -> int:
-    """Returns 86 of "8.6"."""
-    try:
-        number = round(float(text) * 10)
-    except ValueError:
-        number = 0
-    if not 50 <= number < 200:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 8.6")
-    return number
 
 
 def _share(text: str) -> float:

@@ -22,6 +22,7 @@ class Step:
     Attributes:
         model, optimizer, batch, loss, forward: as in :func:`headroom.plan`.
         device: where it runs; None until it is known.
+        capability: the compute capability of the GPU that it is planned for; None: not told.
         amp: the dtype of autocast, or None.
         scaler: the :class:`torch.amp.GradScaler` that scales losses; True for a new one; or False.
         save, checkpoint_every: what blocks keep, or None where that stays as it is.
@@ -72,6 +73,7 @@ class Step:
     max_grad_norm: float | None = None
     set_to_none: bool = True
     dtype: torch.dtype | None = None
+    capability: tuple[int, int] | None = None
     sharding: Any = None
     steps: int = 2
     rule: str = SAMPLES
@@ -114,6 +116,8 @@ class Step:
         for name in ("save", "checkpoint_every", "max_grad_norm"):
             if (value := getattr(self, name)) is not None:
                 found[name.replace("_", " ")] = str(value)
+        if self.capability is not None:
+            found["compute capability"] = ".".join(map(str, self.capability))
         if self.sharding is not None:
             found["ranks"] = str(self.sharding)
         if self.offload is not None:

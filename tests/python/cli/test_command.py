@@ -57,6 +57,20 @@ def test_plan_is_that_of_python(folder, capsys, answer, batch):
     assert plan.table().splitlines()[0] in capsys.readouterr().out
 
 
+def test_plan_of_a_gpu_that_is_named(folder, capsys, answer):
+    setup = [*SETUP, *BATCH, "--device", "cuda", "--json"]
+    contexts = []
+    for capability in ("7.5", "9.0"):
+        assert main(["plan", *setup, "--capability", capability]) == 0
+        found = answer()
+        assert found["options"]["compute capability"] == capability
+        contexts.append(found["device_share"]["context"])
+    assert contexts[0] < contexts[1]
+    with pytest.raises(SystemExit):
+        main(["plan", *SETUP, *BATCH, "--capability", "9.0"])
+    assert "--capability is of a GPU, and device is 'cpu'" in capsys.readouterr().err
+
+
 def test_fit_answers_with_its_exit_code(folder, capsys, answer):
     total = expected().total_bytes
     for budget, code in ((total, 0), (total - 1, 1)):

@@ -47,7 +47,7 @@ STEP = (
     "[--accumulation N] [--release] [--scaler] [--max-grad-norm NORM] "
 )
 USAGE = {
-    "plan": STEP + "[--advice N] [--out FILE] [--top N] [--json] MODEL",
+    "plan": STEP + "[--capability X.Y] [--advice N] [--out FILE] [--top N] [--json] MODEL",
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
     "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
     "[--json] MODEL",
@@ -103,7 +103,7 @@ def test_defaults():
     }  # fmt: skip
     a, b = Path("a"), Path("b")
     expected = {
-        ("plan", "m"): step | {"advice": 0, "out": None, "top": 8},
+        ("plan", "m"): step | {"capability": None, "advice": 0, "out": None, "top": 8},
         ("fit", "m", "--ladder"): step
         | {"budget": None, "ladder": True, "max_batch": False, "measure": False}
         | {"allow": [], "host_budget": None, "png": None, "out": None},

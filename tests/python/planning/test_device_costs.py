@@ -148,6 +148,43 @@ def test_context_grows_with_the_generation():
     assert all(source for _, source in costs)
 
 
+def test_a_plan_for_a_gpu_that_is_named(monkeypatch):
+    monkeypatch.setattr(products, "keeps_workspaces", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+
+    def planned(capability):
+        x, forward = torch.empty(64, 256), lambda model, x: model(x).mean()
+        options = dict(forward=forward, device="cuda", capability=capability)
+        return headroom.plan(model, torch.optim.AdamW, x, **options)
+
+    plain = planned(None).device_share
+    for capability, workspace in (((7, 5), SIZE), ((8, 0), SIZE), ((9, 0), 32 * MIB)):
+        plan = planned(capability)
+        assert plan.device_share.context == context(capability)[0]
+        assert plan.device_share.workspaces - plain.workspaces == workspace - SIZE
+        assert "{}.{}".format(*capability) in str(plan)
+    (advice,) = plan.advice(top=1)
+    assert advice.plan.device_share.context == context((9, 0))[0]
+    assert planned(None).device_share == plain == planned((8, 0)).device_share
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(capability="9.0"), "capability is '9.0', wanted a pair such as \\(9, 0\\)"),
+        (dict(capability=(9, 0.0)), "capability is .*, wanted a pair"),
+        (dict(capability=(0, 0)), "capability is .*, wanted a pair"),
+        (dict(device="cpu"), "capability is of a GPU, and device is 'cpu': leave one of both"),
+        (dict(measure=True), "capability is of a plan, and measure=True runs steps"),
+    ],
+)
+def test_capabilities_that_are_refused(options, words):
+    options = dict(device="cuda", capability=(9, 0)) | options
+    with pytest.raises(ValueError, match=words):
+        headroom.plan(nn.Linear(8, 8), None, torch.empty(2, 8), **options)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_workspace_is_what_torch_takes():

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import headroom
 import pytest
+import torch
 from headroom_rehearsal.certificate import verify
 
 from helpers.software_device import CAN_REHEARSE
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "examples")]
 
 from benchmarks._certificates import PROGRAM, WAYS, command, file_of, row  # noqa: E402
 
@@ -44,3 +46,21 @@ def test_a_row_again(tmp_path):
     apart = 0 if versions[0] == versions[1] else 0.02
     assert abs(again.allocated / kept.allocated - 1) <= apart
     assert abs(again.reserved / kept.reserved - 1) <= apart
+
+
+@pytest.mark.slow
+def test_a_row_planned():
+    """For the GPU of the certificate, which decides how the fused loss divides its rows."""
+    pytest.importorskip("transformers")
+    import fine_tune_8b
+
+    model = fine_tune_8b.llama("meta")
+    headroom.patch(model, save="L5", loss=True)
+    ids = torch.zeros(1, fine_tune_8b.TOKENS, dtype=torch.int64)
+    plan = headroom.plan(
+        model, headroom.optim.AdamW8bit, {"input_ids": ids, "labels": ids}, device="cuda",
+        capability=(9, 0), release=True,
+    )  # fmt: skip
+    kept = verify(file_of("full headroom"))
+    assert kept.report["device"]["capability"] == 90
+    assert plan.peak_bytes == pytest.approx(kept.allocated, rel=1e-3)
