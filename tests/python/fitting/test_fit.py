@@ -186,6 +186,7 @@ def test_weights_in_16_bits_are_taken_back_to_the_bit():
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_where_nothing_fits_the_error_says_why_and_what_would():
     model, batch = ours()
     with pytest.raises(DoesNotFit, match="parameters .* What would fit: a budget of") as raised:

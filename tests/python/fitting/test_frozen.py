@@ -385,6 +385,7 @@ def test_what_to_allow_is_said():
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_adapters_in_place_of_all_weights_are_named():
     model, batch = llama()
     model.requires_grad_(True)

@@ -127,7 +127,9 @@ def test_the_host_makes_room_for_what_does_not_fit_otherwise(trained):
         headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, ladder=ladder)
 
 
-@pytest.mark.parametrize("count, seed", [(5, 29), pytest.param(10, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count, seed", [(5, 29), pytest.param(25, 1, marks=[pytest.mark.slow, pytest.mark.release])]
+)
 def test_both_peaks_are_within_their_budgets(trained, count, seed):
     rng = random.Random(seed)
     points = trained[2].points
