@@ -19,7 +19,8 @@ parser = transformers.HfArgumentParser(transformers.TrainingArguments)
 (args,) = parser.parse_args_into_dataclasses()
 trainer = transformers.Trainer(llama(), args, train_dataset=sentences())
 trainer.train()
-print("made", type(trainer.optimizer.optimizer).__qualname__, args.world_size, flush=True)
+made = type(trainer.optimizer.optimizer).__qualname__
+sys.stdout.write(f"made {made} {args.world_size}\\n")  # in one piece, since both ranks write
 """
 ARGUMENTS = """
 --output_dir out --optim headroom_adamw_8bit --max_steps 4 --use_cpu true --ddp_backend gloo
