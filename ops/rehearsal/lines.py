@@ -40,7 +40,7 @@ def line() -> str:
 def is_check() -> bool:
     """Returns whether a check of Headroom's is running, whose answer a program does not see."""
     caller = next((name for name in _callers() if not _is_of_device(name)), "")
-    return caller.endswith(_CHECKS)
+    return caller.endswith(_CHECKS) and not _is_users(caller)
 
 
 def is_printing() -> bool:

@@ -262,8 +262,6 @@ def test_programs_with_a_budget(rehearsed):
         code, report, output = rehearsed[f"{FITTED} fitted"]
         # Steps that it tries count too.
         assert code == 0 and report["fits"] is True and report["steps"] >= 2, output
-        # Nor do its own checks of a step count among what the program reads.
-        assert not [place for place in report["unknown_reads"] if "rules.py" in place]
 
 
 @pytest.mark.slow
