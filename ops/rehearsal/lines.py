@@ -39,15 +39,15 @@ def line() -> str:
 
 def is_check() -> bool:
     """Returns whether a check of Headroom's is running, whose answer a program does not see."""
-    caller = next((name for name in _callers() if not _is_of_device(name)), "")
+    names = (frame.f_code.co_filename for frame in _frames(sys._getframe(1)))
+    caller = next((name for name in names if not _is_of_device(name)), "")
     return caller.endswith(_CHECKS) and not _is_users(caller)
 
 
 def is_printing() -> bool:
     """Returns whether torch is making the text of a tensor, which decides nothing."""
-    return any(
-        name.endswith("/torch/_tensor_str.py") for name in takewhile(_is_of_device, _callers())
-    )
+    names = (frame.f_code.co_filename for frame in _frames(sys._getframe(1)))
+    return any(name.endswith("/torch/_tensor_str.py") for name in takewhile(_is_of_device, names))
 
 
 def line_of(trace: TracebackType | None) -> str:
@@ -63,11 +63,9 @@ def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _callers() -> Iterator[str]:
-    """Yields the files of the functions that are running, innermost first."""
-    frame: FrameType | None = sys._getframe(2)
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        yield frame.f_code.co_filename
+        yield frame
         frame = frame.f_back
 
 
@@ -79,14 +77,13 @@ def _is_users(name: str) -> bool:
     return not any(part in name for part in (*_DEVICE, *_LIBRARIES))
 
 
-def _line(frame: FrameType | None) -> str | None:
+def _line(innermost: FrameType | None) -> str | None:
     inner = None
-    while frame is not None:
+    for frame in _frames(innermost):
         name = frame.f_code.co_filename
         if not _is_of_device(name):
             here = f"{name}:{frame.f_lineno}"
             if _is_users(name):
                 return here if inner is None else f"{here}, in {inner}"
             inner = inner or here
-        frame = frame.f_back
     return inner

@@ -14,8 +14,6 @@ from benchmarks import plan
 from benchmarks._plan_cases import cases as all_cases
 
 CPU = torch.device("cpu")
-# What these have beside the others of several ranks, tests of ranks plan by themselves.
-BEFORE_A_RELEASE = "fsdp-mixed fsdp-8bit-L3 fsdp-keep fsdp-llama ddp-gpt ddp-view".split()
 
 
 def test_cases_cover_what_is_promised():
@@ -52,15 +50,7 @@ def test_summary_of_errors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=case.name, marks=[pytest.mark.release] * (case.name in BEFORE_A_RELEASE)
-        )
-        for case in all_cases()
-    ],
-)
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_every_case_is_within_the_bar(case):
     for package in case.needs:
         pytest.importorskip(package)

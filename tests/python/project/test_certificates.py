@@ -15,7 +15,7 @@ from headroom_rehearsal.certificate import verify
 from helpers.software_device import CAN_REHEARSE
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path += [str(ROOT), str(ROOT / "examples")]
+sys.path.append(str(ROOT))
 
 from benchmarks._certificates import PROGRAM, WAYS, command, file_of, row  # noqa: E402
 
