@@ -38,6 +38,8 @@ from .weights import load_no_weights
 __all__ = ["rehearse"]
 
 _LINES = 8  # of reads, and of the peak, that are shown
+_KINDS = "parameters", "gradients", "optimizer_state"
+_Key = tuple[str, int, Any]  # a kind, the identity of a parameter, the name of a state of its
 
 
 class _Ended(SystemExit):
@@ -147,7 +149,7 @@ class _Seen:
         self._last = steps
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._times: list[float] = []
-        self._held: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Any, dict[_Key, int]] = weakref.WeakKeyDictionary()
         self._after: dict[str, int] = {}  # the last step: what optimizers hold that there are then
         self._peaks = 0, 0  # allocated and reserved
         self._memory: tuple[dict[str, Any] | None, dict[int, str]] | None = None
@@ -180,11 +182,12 @@ class _Seen:
         done = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if done > len(self._times):
             self._times.append(time.monotonic())
-        self._held[optimizer] = {
-            kind: sum(t.nbytes for t in tensors) for kind, tensors in _held(optimizer).items()
-        }
-        every = [*self._held.values()]
-        self._after = {kind: sum(held[kind] for held in every) for kind in every[0]}
+        self._held[optimizer] = {key: t.nbytes for key, t in _held(optimizer).items()}
+        # One that steps others, as torchtitan's does, holds what they hold.
+        every = {key: size for sizes in self._held.values() for key, size in sizes.items()}
+        self._after = dict.fromkeys(_KINDS, 0)
+        for (kind, *_), size in every.items():
+            self._after[kind] += size
         # One of several optimizers may be ahead.
         if done >= self._last and min(self._counts.values()) >= self._last:
             # Before a program that sees its end moves tensors to the CPU, as Lightning does.
@@ -230,24 +233,24 @@ class _Seen:
     def _kinds(self) -> dict[int, str]:
         found: dict[int, str] = {}
         for optimizer in [*self._held]:
-            for kind, tensors in _held(optimizer).items():
-                for t in tensors:
-                    with contextlib.suppress(RuntimeError):  # a subclass without memory of its own
-                        found[t.untyped_storage().data_ptr()] = kind
+            for (kind, *_), t in _held(optimizer).items():
+                with contextlib.suppress(RuntimeError):  # a subclass without memory of its own
+                    found[t.untyped_storage().data_ptr()] = kind
         return found
 
 
-def _held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
-    """Returns an optimizer's parameters, their gradients, and states on the device."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [
-        t for state in optimizer.state.values() if isinstance(state, dict) for t in state.values()
-    ]
-    kinds = {"parameters": params, "gradients": [p.grad for p in params], "optimizer_state": states}
-    return {
-        kind: [t for t in map(local_part, tensors) if isinstance(t, torch.Tensor) and t.is_cuda]
-        for kind, tensors in kinds.items()
-    }
+def _held(optimizer: Any) -> dict[_Key, torch.Tensor]:
+    """Returns an optimizer's parameters, their gradients, and states on the device, by their kind,
+    their parameter and, of a state, its name."""
+    found: dict[_Key, Any] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        found["parameters", id(p), ""] = p
+        found["gradients", id(p), ""] = p.grad
+    for p, state in optimizer.state.items():
+        for name, t in state.items() if isinstance(state, dict) else ():
+            found["optimizer_state", id(p), name] = t
+    local = ((key, local_part(t)) for key, t in found.items() if isinstance(t, torch.Tensor))
+    return {key: t for key, t in local if t.is_cuda}
 
 
 def _versions() -> dict[str, str]:
