@@ -54,7 +54,7 @@ def rehearse_each(programs, folder, *, memory="1 GiB", steps=3, python=sys.execu
         words[name] += [*sum(started, []), str(path), *map(str, arguments)]
     command = [str(python), "-c", DRIVER]
     ended = subprocess.run(
-        command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=500
+        command, input=json.dumps(words), capture_output=True, text=True, cwd=folder, timeout=900
     )
     assert ended.returncode == 0, ended.stderr
     found = {}
