@@ -21,11 +21,22 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-from setuptools import Extension, build_meta, find_packages, setup
-from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
+if sys.version_info < (3, 10) or sys.platform != "linux":
+    sys.exit(
+        "Headroom needs Python >= 3.10 on Linux (on Windows: WSL 2). This is Python "
+        f"{sys.version.split()[0]} on {sys.platform}, at {sys.executable}."
+    )
+try:
+    from setuptools import Extension, build_meta, find_packages, setup
+    from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
+    from setuptools.command.build_py import build_py
+except ImportError as error:
+    sys.exit(
+        f"Building Headroom without isolation takes what this Python lacks ({error}): pip install "
+        "'setuptools>=77.0.3' cmake ninja 'pybind11>=3', or leave out --no-build-isolation."
+    )
 
 ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
@@ -42,7 +53,12 @@ def installed(package):
     """The distribution, or None. An isolated build can see two: nvcc asks for any runtime and gets
     the newest, torch pins one. The older is closer to our compiler, and the same every time."""
     found = metadata.distributions(name=package)
-    return min(found, key=lambda d: [int(n) for n in re.findall(r"\d+", d.version)], default=None)
+    return min(found, key=lambda d: numbers_of(d.version), default=None)
+
+
+def numbers_of(version):
+    """The numbers of a version, which compare as they should."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def torch_cuda_major():
@@ -190,8 +206,43 @@ def tool(name):
     return path
 
 
+def lacking(torch):
+    """Says what a build needs and is not here. CMake says it, too, but far above the end of what
+    pip shows, or after minutes."""
+    wanted = (
+        ("C", "CC", ("cc", "gcc", "clang", "icx")),
+        ("C++", "CXX", ("c++", "CC", "g++", "clang++", "icpx")),
+    )
+    for language, variable, names in wanted:
+        chosen = os.environ.get(variable) or os.environ.get("CMAKE_TOOLCHAIN_FILE")
+        if not chosen and not any(map(shutil.which, names)):
+            yield (
+                f"Building Headroom needs a {language} compiler, and none of {', '.join(names)} is "
+                "on PATH. Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install "
+                f"gcc-c++), or name yours in {variable}."
+            )
+    if torch:
+        found = installed("torch")
+        if found is None or numbers_of(found.version)[:2] < [2, 11]:
+            has = f"has torch {found.version}" if found else "has none"
+            yield (
+                f"Building Headroom needs torch >= 2.11, and {sys.executable} {has}: pip install "
+                "'torch>=2.11', or leave out --no-build-isolation, and pip fetches what it needs."
+            )
+
+
+def run(*command):
+    """Runs a program, which says itself why it fails: a traceback would stand below that."""
+    if code := subprocess.run(command).returncode:
+        sys.exit(
+            f"Building Headroom failed: {Path(command[0]).name} ended with {code}. Why is above."
+        )
+
+
 def build(torch=True):
     """Builds the binaries, or those that need no torch, and returns cmake and the folder."""
+    if found := list(lacking(torch)):
+        sys.exit("\n".join(found))
     cmake = tool("cmake")
     folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     options = cmake_options(folder)
@@ -200,9 +251,9 @@ def build(torch=True):
     cache = folder / "CMakeCache.txt"
     fresh = ["--fresh"] if cache.exists() and is_stale(cache.read_text(), options) else []
     define = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run([cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, *fresh, *define], check=True)
+    run(cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, *fresh, *define)
     jobs = os.environ.get("MAX_JOBS")
-    subprocess.run([cmake, "--build", folder, *(["-j", jobs] if jobs else [])], check=True)
+    run(cmake, "--build", folder, *(["-j", jobs] if jobs else []))
     return cmake, folder
 
 
@@ -220,8 +271,7 @@ class CMakeBuild(build_ext):
         for stale in package.glob("_C.*"):
             stale.unlink()
         for component in ("Unspecified", "python"):
-            install = [cmake, "--install", folder, "--prefix", package, "--component", component]
-            subprocess.run(install, check=True)
+            run(cmake, "--install", folder, "--prefix", package, "--component", component)
         # A wheel cannot hold a link and would copy the library: two of them in a process would not
         # share their state. The linker, the only reader of this name, takes a script instead.
         name = package / "lib" / "libheadroom.so"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,13 +31,17 @@ def setup(monkeypatch, tmp_path):
     return module
 
 
+def program(folder, name, text="exit 0"):
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
 def fake_nvcc(folder, release):
     folder.mkdir(exist_ok=True)
-    nvcc = folder / "nvcc"
     lines = f"Cuda compilation tools, release {release}, V{release}.1", "compute_75", "compute_90"
-    nvcc.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    nvcc.chmod(0o755)
-    return str(nvcc)
+    return str(program(folder, "nvcc", "".join(f"echo '{line}'\n" for line in lines)))
 
 
 def test_the_compiler_becomes_a_requirement_where_there_is_none(setup, monkeypatch):
@@ -258,9 +263,7 @@ def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, her
     wanted = setup.ALL_ARCHS if wanted == "all" else wanted
     fake_nvcc(tmp_path, "13.0")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "75"  # there is no driver
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\nprintf '{here}'\n")
-    smi.chmod(0o755)
+    program(tmp_path, "nvidia-smi", f"printf '{here}'")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == wanted
     for asked, gets in (("90", "90"), ("all", setup.ALL_ARCHS)):
         monkeypatch.setenv("HEADROOM_CUDA_ARCHS", asked)
@@ -268,6 +271,86 @@ def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, her
     monkeypatch.delenv("HEADROOM_CUDA_ARCHS")
     monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == setup.ALL_ARCHS
+
+
+@pytest.mark.parametrize(
+    "programs, settings, said",
+    [
+        ("gcc g++", {}, []),
+        ("clang icpx", {}, []),
+        ("gcc", {}, ["needs a C++ compiler"]),
+        ("", {}, ["needs a C compiler", "needs a C++ compiler"]),
+        ("", {"CC": "/opt/cc"}, ["needs a C++ compiler"]),
+        ("", {"CMAKE_TOOLCHAIN_FILE": "arm.cmake"}, []),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_said(
+    setup, monkeypatch, tmp_path, programs, settings, said
+):
+    for name in ("CC", "CXX", "CMAKE_TOOLCHAIN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    for name in programs.split():
+        program(tmp_path, name)
+    sentences = list(setup.lacking(torch=False))
+    assert len(sentences) == len(said) and all(map(str.__contains__, sentences, said))
+
+
+@pytest.mark.parametrize("version, good", [(None, 0), ("2.9.1", 0), ("2.11.0+cpu", 1), ("3.0", 1)])
+def test_a_torch_that_is_not_there_or_too_old_is_said(setup, monkeypatch, tmp_path, version, good):
+    program(tmp_path, "cc"), program(tmp_path, "c++")
+    here = types.SimpleNamespace(version=version) if version else None
+    monkeypatch.setattr(setup, "installed", {"torch": here}.get)
+    assert list(setup.lacking(torch=False)) == []
+    sentences = list(setup.lacking(torch=True))
+    assert len(sentences) == (not good)
+    assert good or sentences[0].endswith("and pip fetches what it needs.")
+    assert good or (f"torch {version}" if version else "has none") in sentences[0]
+
+
+def test_a_build_that_fails_ends_with_a_sentence(setup, monkeypatch, tmp_path):
+    """And not with a traceback, which pip would show below what the compiler said."""
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "lacking", lambda torch: ["no compiler", "no torch"])
+    with pytest.raises(SystemExit, match="^no compiler\nno torch$"):
+        setup.build()
+    monkeypatch.setattr(setup, "lacking", lambda torch: [])
+    cmake = program(tmp_path, "cmake", "exit 3")
+    monkeypatch.setattr(setup, "tool", lambda name: str(cmake))
+    with pytest.raises(SystemExit, match=r"failed: cmake ended with 3\. Why is above\."):
+        setup.build()
+
+
+@pytest.mark.parametrize(
+    "before, said",
+    [
+        ("sys.version_info = (3, 9, 18)", "needs Python >= 3.10 on Linux"),
+        ("sys.platform = 'win32'", "on win32, at "),
+        (
+            "sys.modules['setuptools.command.bdist_wheel'] = None",
+            "pip install 'setuptools>=77.0.3'",
+        ),
+        ("sys.modules['setuptools'] = None", "or leave out --no-build-isolation."),
+    ],
+)
+def test_what_setup_itself_lacks_is_said(before, said):
+    code = f"import sys; {before}; import setup"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_old_python_gets_as_far_as_setup():
+    """What the build requires and an old Python cannot have, pip does not look for there."""
+    requires = re.search(
+        r"^requires = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    found = [Requirement(one) for one in re.findall(r'"(.*?)"', requires[1])]
+    for name in ("setuptools", "torch"):
+        marker = next(one.marker for one in found if one.name == name)
+        assert marker.evaluate({"python_version": "3.10"})
+        assert not marker.evaluate({"python_version": "3.9"})
 
 
 @pytest.mark.slow
