@@ -1,20 +1,28 @@
-"""setup.py: which CUDA compiler a build uses, and where there is none, NVIDIA's from PyPI."""
+"""setup.py: which CUDA compiler a build uses, and where there is none, NVIDIA's from PyPI; what it
+says where something is missing; and what goes into archives."""
 
 import ctypes
+import hashlib
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import types
+from importlib import metadata
 from pathlib import Path
 
+import headroom
 import pytest
 import torch
 from packaging.requirements import Requirement
 from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parents[3]
+READELF = shutil.which("readelf")  # of the PATH that tests replace
 
 
 @pytest.fixture
@@ -251,7 +259,7 @@ def test_a_wheel_for_every_python_has_no_module_for_one(setup, monkeypatch, tmp_
     assert without not in setup.cmake_options(tmp_path)
     monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
     assert setup.cmake_options(tmp_path)[without] == "ON"
-    command = setup.WheelForEveryPython(Distribution({"name": "headroom"}))
+    command = setup.Wheel(Distribution({"name": "headroom"}))
     assert command.get_tag() == ("py3", "none", "manylinux_2_28_x86_64")
 
 
@@ -339,6 +347,77 @@ def test_what_setup_itself_lacks_is_said(before, said):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def asked_for(library):
+    said = subprocess.run([READELF, "-d", library], capture_output=True, text=True, check=True)
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", said.stdout)
+
+
+@pytest.mark.skipif(not READELF, reason="needs readelf")
+def test_the_bill_of_materials_names_what_the_binaries_ask_for(setup):
+    linked = {
+        "nvcc": "13.0.88",
+        "cudart_static": "13.0",
+        "torch headers": "2.15",
+        "pybind11": "3.1",
+    }
+    package = Path(headroom.__file__).parent
+    bill = setup.bill_of_materials(package, linked)
+    graph = {one["ref"]: one["dependsOn"] for one in bill["dependencies"]}
+    components = {one["bom-ref"]: one for one in bill["components"]}
+    files = [*package.glob("lib/lib*.so.0.2"), package / "lib" / "libheadroom_torch.so"]
+    inside = {"libheadroom_torch.so": ["torch headers"], files[0].name: ["cudart_static"]}
+    modules = [*package.glob("_C.*")]
+    inside |= {module.name: ["pybind11"] for module in modules}
+    assert len(files) == 2 and sorted(graph["headroom"]) == sorted(f.name for f in files + modules)
+    for file in files + modules:
+        assert graph[file.name] == asked_for(file) + inside[file.name]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        assert components[file.name]["hashes"] == [{"alg": "SHA-256", "content": digest}]
+    assert len(components) == len(bill["components"])
+    assert {*sum(graph.values(), [])} == {*components}  # each is there, and used
+    assert components["cudart_static"]["version"] == "13.0" and "nvcc" not in components
+    assert bill["metadata"]["component"]["version"] == headroom.__version__
+    assert bill["metadata"]["tools"]["components"][0]["version"] == "13.0.88"
+
+
+def test_an_installation_has_its_bill_of_materials():
+    files = metadata.files("headroom") or []
+    if any(file.name.startswith("__editable__") for file in files):
+        pytest.skip("an editable installation has none")
+    bill = json.loads(next(f for f in files if f.parent.name == "sboms").read_text())
+    hashes = {one["name"]: one["hashes"] for one in bill["components"] if one["type"] == "file"}
+    assert "libheadroom_torch.so" in hashes
+    for file in files:
+        if file.name in hashes:
+            digest = hashlib.sha256(file.locate().read_bytes()).hexdigest()
+            assert hashes.pop(file.name)[0]["content"] == digest
+    assert hashes == {}
+    has_cuda = headroom.build_info()["cuda"] != "none"
+    assert any(one["name"] == "cudart_static" for one in bill["components"]) is has_cuda
+
+
+def test_a_source_distribution_is_the_same_bytes_whenever_it_is_made(setup, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command = setup.SourceDistribution(Distribution({"name": "headroom"}))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = []
+    for time, mode in ((1e9, 0o600), (1.5e9, 0o664)):
+        folder = tmp_path / "headroom-1"
+        folder.mkdir()
+        for name in ("b.py", "a.py") if made else ("a.py", "b.py"):
+            (folder / name).write_text(name)
+            (folder / name).chmod(mode)
+            os.utime(folder / name, (time, time))
+        path = Path(command.make_archive("out/headroom-1", "gztar", base_dir="headroom-1"))
+        made.append(path.read_bytes())
+        with tarfile.open(path) as tar:
+            members = {one.name: (one.mtime, one.mode, one.uname) for one in tar}
+        assert list(members) == ["headroom-1", "headroom-1/a.py", "headroom-1/b.py"]
+        assert members["headroom-1/a.py"] == (1_700_000_000, 0o644, "")
+        shutil.rmtree(folder)
+    assert made[0] == made[1]
 
 
 def test_an_old_python_gets_as_far_as_setup():
