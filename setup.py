@@ -11,21 +11,38 @@ HEADROOM_WHEEL="manylinux_2_28_x86_64" makes a wheel for every Python on that pl
 headroom._C, as .ci/wheels does with libraries of that glibc.
 """
 
+import gzip
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
-from setuptools import Extension, build_meta, find_packages, setup
-from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
+if sys.version_info < (3, 10) or sys.platform != "linux":
+    sys.exit(
+        "Headroom needs Python >= 3.10 on Linux (on Windows: WSL 2). This is Python "
+        f"{sys.version.split()[0]} on {sys.platform}, at {sys.executable}."
+    )
+try:
+    from setuptools import Extension, build_meta, find_packages, setup
+    from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
+    from setuptools.command.build_py import build_py
+    from setuptools.command.sdist import sdist
+except ImportError as error:
+    sys.exit(
+        f"Building Headroom without isolation takes what this Python lacks ({error}): pip install "
+        "'setuptools>=77.0.3' cmake ninja 'pybind11>=3', or leave out --no-build-isolation."
+    )
 
 ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
@@ -42,7 +59,12 @@ def installed(package):
     """The distribution, or None. An isolated build can see two: nvcc asks for any runtime and gets
     the newest, torch pins one. The older is closer to our compiler, and the same every time."""
     found = metadata.distributions(name=package)
-    return min(found, key=lambda d: [int(n) for n in re.findall(r"\d+", d.version)], default=None)
+    return min(found, key=lambda d: numbers_of(d.version), default=None)
+
+
+def numbers_of(version):
+    """The numbers of a version, which compare as they should."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def torch_cuda_major():
@@ -190,8 +212,43 @@ def tool(name):
     return path
 
 
+def lacking(torch):
+    """Says what a build needs and is not here. CMake says it, too, but far above the end of what
+    pip shows, or after minutes."""
+    wanted = (
+        ("C", "CC", ("cc", "gcc", "clang", "icx")),
+        ("C++", "CXX", ("c++", "CC", "g++", "clang++", "icpx")),
+    )
+    for language, variable, names in wanted:
+        chosen = os.environ.get(variable) or os.environ.get("CMAKE_TOOLCHAIN_FILE")
+        if not chosen and not any(map(shutil.which, names)):
+            yield (
+                f"Building Headroom needs a {language} compiler, and none of {', '.join(names)} is "
+                "on PATH. Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install "
+                f"gcc-c++), or name yours in {variable}."
+            )
+    if torch:
+        found = installed("torch")
+        if found is None or numbers_of(found.version)[:2] < [2, 11]:
+            has = f"has torch {found.version}" if found else "has none"
+            yield (
+                f"Building Headroom needs torch >= 2.11, and {sys.executable} {has}: pip install "
+                "'torch>=2.11', or leave out --no-build-isolation, and pip fetches what it needs."
+            )
+
+
+def run(*command):
+    """Runs a program, which says itself why it fails: a traceback would stand below that."""
+    if code := subprocess.run(command).returncode:
+        sys.exit(
+            f"Building Headroom failed: {Path(command[0]).name} ended with {code}. Why is above."
+        )
+
+
 def build(torch=True):
     """Builds the binaries, or those that need no torch, and returns cmake and the folder."""
+    if found := list(lacking(torch)):
+        sys.exit("\n".join(found))
     cmake = tool("cmake")
     folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     options = cmake_options(folder)
@@ -200,9 +257,9 @@ def build(torch=True):
     cache = folder / "CMakeCache.txt"
     fresh = ["--fresh"] if cache.exists() and is_stale(cache.read_text(), options) else []
     define = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run([cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, *fresh, *define], check=True)
+    run(cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, *fresh, *define)
     jobs = os.environ.get("MAX_JOBS")
-    subprocess.run([cmake, "--build", folder, *(["-j", jobs] if jobs else [])], check=True)
+    run(cmake, "--build", folder, *(["-j", jobs] if jobs else []))
     return cmake, folder
 
 
@@ -220,8 +277,7 @@ class CMakeBuild(build_ext):
         for stale in package.glob("_C.*"):
             stale.unlink()
         for component in ("Unspecified", "python"):
-            install = [cmake, "--install", folder, "--prefix", package, "--component", component]
-            subprocess.run(install, check=True)
+            run(cmake, "--install", folder, "--prefix", package, "--component", component)
         # A wheel cannot hold a link and would copy the library: two of them in a process would not
         # share their state. The linker, the only reader of this name, takes a script instead.
         name = package / "lib" / "libheadroom.so"
@@ -230,9 +286,120 @@ class CMakeBuild(build_ext):
         name.write_text(f"INPUT({soname})\n")
 
 
-class WheelForEveryPython(bdist_wheel):
+class Wheel(bdist_wheel):
+    """With a bill of materials, and for every Python where a platform is given."""
+
     def get_tag(self):
         return ("py3", "none", PLATFORM) if PLATFORM else super().get_tag()
+
+    def write_wheelfile(self, folder, *more):
+        super().write_wheelfile(folder, *more)
+        package = Path(folder).parent / "headroom"
+        if not package.exists():  # an editable wheel holds a link
+            return
+        linked = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "linked.txt"
+        pairs = (line.split("=") for line in linked.read_text().splitlines())
+        file = Path(folder, "sboms", "headroom.cdx.json")  # where PEP 770 wants it
+        file.parent.mkdir()
+        file.write_text(json.dumps(bill_of_materials(package, dict(pairs)), indent=2) + "\n")
+
+
+# What linked.txt names, but for compilers: how it got into the binaries, whose it is, and which of
+# them hold it.
+INSIDE = {
+    "cudart_static": ("statically", "NVIDIA", "LicenseRef-NVIDIA-CUDA-EULA", "libheadroom.so"),
+    "cublasLt.h": ("by declarations", "NVIDIA", "LicenseRef-NVIDIA-CUDA-EULA", "libheadroom.so"),
+    "torch headers": ("by headers", "PyTorch", "BSD-3-Clause", "libheadroom_torch"),
+    "pybind11": ("by headers", "pybind11", "BSD-3-Clause", "_C."),
+}
+
+
+def bill_of_materials(package, linked):
+    """What a wheel's binaries hold and ask for, as CycloneDX 1.6 (ECMA-424)."""
+    files = {}
+    for file in sorted([*package.glob("_C.*"), *package.glob("lib/*.so*")]):
+        if (data := file.read_bytes()).startswith(b"\x7fELF"):
+            files[file.name] = data
+    component = {"type": "library", "bom-ref": "headroom", "name": "headroom", "version": version()}
+    component["purl"] = f"pkg:pypi/headroom@{version().replace('+', '%2B')}"
+    component["licenses"] = [{"license": {"id": "BSD-3-Clause"}}]
+    components = []
+    graph = {"headroom": list(files)}
+    for name, data in files.items():
+        digest = {"alg": "SHA-256", "content": hashlib.sha256(data).hexdigest()}
+        components.append({"type": "file", "bom-ref": name, "name": name, "hashes": [digest]})
+        inside = [one for one, (*_, where) in INSIDE.items() if one in linked and where in name]
+        graph[name] = [*needed(data), *inside]
+
+    def named(name, how, **more):
+        made = [{"name": "headroom:linked", "value": how}]
+        components.append({"type": "library", "bom-ref": name, "name": name, **more})
+        components[-1]["properties"] = made
+
+    for name in sorted({one for names in graph.values() for one in names} - {*files, *INSIDE}):
+        named(name, "dynamically, not in the wheel")
+    for name, (how, whose, license, _) in INSIDE.items():
+        if name in linked:
+            terms = "name" if license.startswith("LicenseRef") else "id"
+            terms = {"license": {terms: license.removeprefix("LicenseRef-")}}
+            more = {"version": linked[name], "supplier": {"name": whose}, "licenses": [terms]}
+            named(name, how, **more)
+    tools = [
+        {"type": "application", "name": name, "version": number}
+        for name, number in linked.items()
+        if name not in INSIDE
+    ]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"tools": {"components": tools}, "component": component},
+        "components": components,
+        "dependencies": [{"ref": ref, "dependsOn": names} for ref, names in graph.items()],
+    }
+
+
+def needed(library):
+    """The names of the libraries that a 64-bit ELF file asks for ("System V ABI", chapter 5). No
+    program says it on every machine, and for every processor."""
+    start, size, count = (
+        *struct.unpack_from("<Q", library, 32),
+        *struct.unpack_from("<HH", library, 54),
+    )
+    # Type, flags, offset, address, physical address, size.
+    segments = [struct.unpack_from("<IIQQQQ", library, start + size * at) for at in range(count)]
+    _, _, offset, _, _, length = next(one for one in segments if one[0] == 2)  # PT_DYNAMIC
+    entries = [struct.unpack_from("<qQ", library, offset + 16 * at) for at in range(length // 16)]
+    address = dict(entries)[5]  # DT_STRTAB
+    names = next(
+        offset + address - first
+        for kind, _, offset, first, _, length in segments
+        if kind == 1 and first <= address < first + length  # PT_LOAD
+    )
+    places = [names + value for tag, value in entries if tag == 1]  # DT_NEEDED
+    return [library[at : library.index(0, at)].decode() for at in places]
+
+
+class SourceDistribution(sdist):
+    """The same bytes for the same files, at the time of SOURCE_DATE_EPOCH, where that is given."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, **more):
+        time = os.environ.get("SOURCE_DATE_EPOCH")
+        if time is None or format != "gztar" or root_dir is not None:
+            return super().make_archive(base_name, format, root_dir, base_dir, **more)
+
+        def plain(member):
+            member.mtime, member.uid, member.gid = int(time), 0, 0
+            member.uname = member.gname = ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        path = Path(f"{base_name}.tar.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file, gzip.GzipFile("", "wb", 9, file, int(time)) as packed:
+            with tarfile.open(fileobj=packed, mode="w") as tar:
+                tar.add(base_dir, filter=plain)  # which sorts names
+        return str(path)
 
 
 class CleanBuildPy(build_py):
@@ -289,8 +456,9 @@ if __name__ == "__main__":
         },
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={
-            "bdist_wheel": WheelForEveryPython,
+            "bdist_wheel": Wheel,
             "build_ext": CMakeBuild,
             "build_py": CleanBuildPy,
+            "sdist": SourceDistribution,
         },
     )

@@ -23,9 +23,11 @@ def made(
     return model, case.optimizer(model), batch
 
 
-def run_steps(case: Case, model: Any, optimizer: Any, batch: Any, device: torch.device) -> None:
+def run_steps(
+    case: Case, model: Any, optimizer: Any, batch: Any, device: torch.device, steps: int = STEPS
+) -> None:
     """Trains, as a user's loop does."""
-    for _ in range(STEPS):
+    for _ in range(steps):
         for _ in range(case.accumulation):
             with contextlib.ExitStack() as stack:
                 if case.amp is not None:

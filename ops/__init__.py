@@ -22,9 +22,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import functional  # registers the ops
+# The binaries come first: what keeps them from being loaded is said in a sentence.
 from ._core import binaries
 from ._core.lazy import advisers, lazy, reexported
+
+# isort: split
+from . import functional  # registers the ops
 
 if TYPE_CHECKING:
     from . import (

@@ -104,7 +104,9 @@ hr_status hr_check_exec(const char *function, const hr_exec *exec)
                function, exec->device, HR_CPU);
 #if !HR_WITH_CUDA
     if (!HR_CHECK_PASSES(exec->device == HR_CPU))
-        return hr_fail(HR_UNSUPPORTED, "%s: exec->device is %d, but this build has no CUDA part",
+        return hr_fail(HR_UNSUPPORTED,
+                       "%s: exec->device is %d, but this build has no CUDA part: build it with "
+                       "HEADROOM_CUDA=1, which says what that lacks",
                        function, exec->device);
 #endif
     return HR_OK;

@@ -2,23 +2,44 @@
 
 import ctypes
 import os
+import re
+import sys
 import warnings
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # a torch that lacks something says so itself
+        raise
+    raise ImportError(
+        f"headroom needs torch >= 2.11, and {sys.executable} has none: pip install torch"
+    ) from error
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY_DIR = ROOT / "lib"
 INCLUDE_DIR = ROOT / "include"
 
+
+def _why_not(error: OSError) -> str:
+    """Returns why the ops could not be loaded, and what to do."""
+    library = LIBRARY_DIR / "libheadroom_torch.so"
+    if not library.exists():
+        return f"headroom at {ROOT} is not built, it has no {library}: in a clone, pip install ."
+    version = str(torch.__version__)
+    if [int(number) for number in re.findall(r"\d+", version)[:2]] < [2, 11]:
+        return f"headroom needs torch >= 2.11, and this is {version}: pip install 'torch>=2.11'"
+    # torch's error names the file alone, and the system's, below it, says what is wrong.
+    return (
+        f"headroom could not load {library}: {error.__cause__ or error}. If it was built for "
+        f"another system or torch than this {version}: in a clone, pip install . --force-reinstall"
+    )
+
+
 try:
     torch.ops.load_library(LIBRARY_DIR / "libheadroom_torch.so")
 except OSError as error:
-    raise ImportError(
-        f"headroom could not load {LIBRARY_DIR / 'libheadroom_torch.so'}: {error}. It needs "
-        f"torch >= 2.11 (this is {torch.__version__}) and a finished build: in the source folder, "
-        "run `pip install .`"
-    ) from error
+    raise ImportError(_why_not(error)) from error
 
 # The library is the one place where the version number is kept.
 _library = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*"))))

@@ -18,6 +18,7 @@ import os
 import pkgutil
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ from typing import Any, NamedTuple
 
 HELP = "say what this machine and installation have, lack, and how to get it"
 OK, NOTE, BROKEN = "ok", "note", "broken"
+OLDEST = 75  # compute capability that the kernels are for
+DRIVERS = {12: "R530", 13: "R580"}  # the oldest, by the major version of CUDA
+TORCHES = "https://pytorch.org has the commands"
 OPTIONAL = {
     "matplotlib": "pictures of headroom.ladder: pip install matplotlib",
     "transformers": "headroom plan with a config.json: pip install transformers",
@@ -124,8 +128,8 @@ def now(findings: list[Finding]) -> str:
     """Returns what a user can do on this machine now, or has to do first, as a sentence."""
     for one in findings:
         if one.status == BROKEN:
-            what = one.name if one.part == "devices" else f"{one.name} of {one.part}"
-            return f"First mend the {what}: {one.value}. {one.advice}".rstrip()
+            the = "the " if " " in one.name else ""
+            return f"First mend {the}{one.name}: {one.value}. {one.advice}".rstrip()
     found = {(one.part, one.name): one for one in findings}
     gpus = [one.value.partition(",")[0] for (_, name), one in found.items() if "cuda:" in name]
     cuda = found.get(("library", "CUDA"))
@@ -134,10 +138,16 @@ def now(findings: list[Finding]) -> str:
     if gpus:
         return f"Trains on {', '.join(gpus)}: headroom.fit in your loop, or headroom run train.py."
     torch = found.get(("versions", "torch"))
-    if torch is not None and "for CUDA" in torch.value and sys.platform == "linux":
-        more = 'rehearses programs for GPUs: headroom rehearse --gpu "RTX 4090" train.py'
+    lacks = []
+    if torch is None or "for CUDA" not in torch.value:
+        lacks.append("a torch built for CUDA")
+    compiler = found.get(("optional", "C++ compiler"))
+    if compiler is not None and compiler.status == NOTE:
+        lacks.append("a C++ compiler")
+    if lacks:
+        more = f"plans for GPUs: headroom plan. With {' and '.join(lacks)} it rehearses programs"
     else:
-        more = "plans for GPUs: headroom plan. A torch built for CUDA would rehearse programs, too"
+        more = 'rehearses programs for GPUs: headroom rehearse --gpu "RTX 4090" train.py'
     return f"Trains on the CPU, and {more}."
 
 
@@ -175,11 +185,13 @@ def _versions() -> Iterator[Finding]:
     yield Finding("versions", "system", system)
     torch = _imported("torch")
     if isinstance(torch, Exception):
-        advice = "pip install torch, of 2.11 or newer; https://pytorch.org has the commands"
+        advice = f"pip install torch, of 2.11 or newer; {TORCHES}"
         yield Finding("versions", "torch", _short(torch), BROKEN, advice)
     else:
-        cuda = getattr(torch.version, "cuda", None)
-        of = f"built for CUDA {cuda}" if cuda else "built for the CPU"
+        kinds = {"CUDA": getattr(torch.version, "cuda", None)}
+        kinds["ROCm"] = getattr(torch.version, "hip", None)
+        kinds = [f"{kind} {version}" for kind, version in kinds.items() if version]
+        of = f"built for {kinds[0] if kinds else 'the CPU'}"
         yield Finding("versions", "torch", f"{torch.__version__}, {of}")
         yield Finding("versions", "threads of torch", str(torch.get_num_threads()))
     try:
@@ -192,8 +204,9 @@ def _versions() -> Iterator[Finding]:
 def _library() -> Iterator[Finding]:
     headroom = _imported("headroom")
     if isinstance(headroom, Exception):
-        advice = "in the source folder: pip install ."
-        yield Finding("library", "import headroom", _short(headroom), BROKEN, advice)
+        value = _short(headroom)
+        advice = "" if "pip install" in value else "in the source folder: pip install ."
+        yield Finding("library", "import of headroom", value, BROKEN, advice)
         return
     info = headroom.build_info()
     yield Finding("library", "version", info.get("version", "?"))
@@ -230,15 +243,26 @@ def _devices(root: Path) -> Iterator[Finding]:
     if quota is not None and quota < _cores():
         advice = "more threads and workers of loaders than that wait for each other"
         yield Finding("devices", "quota of the cgroup", f"{quota:.4g} processors", NOTE, advice)
-    driver = _driver(root)
+    driver, newest = _driver(root)
+    built = _cuda_of_library()
+    if newest and newest[0] < built[0]:
+        value = f"{driver.value}; the library is built by CUDA {_dotted(built)}"
+        advice = f"update the driver to {_driver_for(built[0])}"
+        if newest >= (12, 1):
+            advice += ", or build by a CUDA toolkit 12.8 or 12.9: "
+            advice += "CUDA_HOME=/usr/local/cuda-12.8 pip install ."
+        driver = driver._replace(value=value, status=BROKEN, advice=advice)
     yield driver
     torch = _imported("torch")
     if isinstance(torch, Exception):
         return
+    if getattr(torch.version, "hip", None):
+        text = "torch is built for ROCm; Headroom runs on GPUs of NVIDIA alone"
+        yield Finding("devices", "GPUs of AMD", text, NOTE)
+        return
     if not torch.cuda.is_available():
-        if driver.status == OK:
-            advice = "install a torch that is built for a CUDA of this driver or an older one"
-            yield Finding("devices", "CUDA in torch", "not available", BROKEN, advice)
+        if newest:
+            yield _no_cuda(torch.version.cuda, newest)
         return
     archs = _architectures()
     for index in range(torch.cuda.device_count()):
@@ -253,9 +277,18 @@ def _devices(root: Path) -> Iterator[Finding]:
         number = 10 * properties.major + properties.minor
         sizes = f"{_size(free)} free of {_size(total)}"
         value = f"{properties.name}, sm_{number}, {sizes}"
-        if archs and not runs_on(archs, number):
+        if number < OLDEST:
+            text = f"{value}; Headroom is for compute capability 7.5 and newer"
+            advice = "hide it by CUDA_VISIBLE_DEVICES, and train on another GPU or the CPU"
+            yield Finding("devices", name, text, BROKEN, advice)
+        elif archs and not runs_on(archs, number):
             advice = f'HEADROOM_CUDA_ARCHS="{number}" pip install .'
             text = f"{value}; the library has {' '.join(map(str, archs))}"
+            yield Finding("devices", name, text, BROKEN, advice)
+        elif archs and not has_code_for(archs, number) and newest and newest < built:
+            advice = f'HEADROOM_CUDA_ARCHS="{number}" pip install ., or update the driver'
+            text = f"{value}; the driver, of CUDA {_dotted(newest)}, is too old to compile the "
+            text += f"library's code for sm_{max(archs)}, of CUDA {_dotted(built)}"
             yield Finding("devices", name, text, BROKEN, advice)
         elif archs and not has_code_for(archs, number):
             advice = f'code of its own may be faster: HEADROOM_CUDA_ARCHS="{number}" pip install .'
@@ -285,21 +318,60 @@ def _architectures() -> list[int]:
         return []
 
 
-def _driver(root: Path) -> Finding:
+def _no_cuda(built: str | None, newest: tuple[int, int]) -> Finding:
+    """Returns why torch finds no GPU though there is a driver, whose newest CUDA is given."""
+    name, value = "CUDA in torch", "not available"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not built:
+        value += ": this torch is built for the CPU"
+        advice = f"install a torch for CUDA {_dotted(newest)} or older; {TORCHES}"
+    elif int(built.partition(".")[0]) > newest[0]:
+        value += f": torch is built for CUDA {built}, newer than the driver"
+        advice = f"update the driver to {_driver_for(int(built.partition('.')[0]))}, or install a "
+        advice += f"torch for CUDA {newest[0]}; {TORCHES}"
+    elif hidden is not None:
+        value += f": CUDA_VISIBLE_DEVICES is {hidden!r}"
+        return Finding("devices", name, value, NOTE, "unset it to train on a GPU")
+    else:
+        advice = 'why: nvidia-smi, and python -c "import torch; torch.cuda.init()"'
+    return Finding("devices", name, value, BROKEN, advice)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _driver_for(cuda: int) -> str:
+    return f"{DRIVERS[cuda]} or newer" if cuda in DRIVERS else f"one for CUDA {cuda}"
+
+
+def _cuda_of_library() -> tuple[int, int]:
+    """Returns the version of CUDA that built the library, or zeros."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", _imported("headroom").build_info()["cuda"])
+    except Exception:  # the part "library" has said why
+        found = None
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _driver(root: Path) -> tuple[Finding, tuple[int, int] | None]:
+    """Returns the line of NVIDIA's driver, and the newest CUDA that it can run, or None."""
     file = root / "proc/driver/nvidia/version"
     try:
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
     except OSError:
-        return Finding("devices", "NVIDIA driver", "none; runs on the CPU", NOTE)
+        return Finding("devices", "NVIDIA driver", "none; runs on the CPU", NOTE), None
     version = found[1] if found else "of an unknown version"
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError) as error:
         advice = "in a container: start it with the NVIDIA runtime (--gpus all)"
-        return Finding("devices", "NVIDIA driver", f"{version}, {_short(error)}", BROKEN, advice)
-    cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    return Finding("devices", "NVIDIA driver", f"{version}, for CUDA {cuda} and older")
+        text = f"{version}, {_short(error)}"
+        return Finding("devices", "NVIDIA driver", text, BROKEN, advice), None
+    newest = (number.value // 1000, number.value % 1000 // 10)
+    text = f"{version}, for CUDA {_dotted(newest)} and older"
+    return Finding("devices", "NVIDIA driver", text), newest
 
 
 def _cpu_name(root: Path) -> str:
@@ -372,6 +444,12 @@ def _limits() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler:
+        yield Finding("optional", "C++ compiler", compiler)
+    else:
+        advice = "headroom rehearse, and builds from source: apt-get install g++"
+        yield Finding("optional", "C++ compiler", "not installed", NOTE, advice)
     for name, purpose in OPTIONAL.items():
         try:
             yield Finding("optional", name, importlib.metadata.version(name))

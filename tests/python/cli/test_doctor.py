@@ -54,7 +54,7 @@ def test_its_first_line(capsys):
     gpu = ("devices", "cuda:0", "NVIDIA T4, sm_75, 14 GiB free of 15 GiB")
     assert line().startswith("Trains on the CPU, and rehearses programs for GPUs: headroom reh")
     built = ("versions", "torch", "2.15, built for the CPU")
-    assert "plans for GPUs" in line(built) and "would rehearse" in line(built)
+    assert "plans for GPUs" in line(built) and "With a torch built for CUDA it" in line(built)
     assert line(gpu).startswith("Trains on NVIDIA T4: headroom.fit")
     alone = ("library", "CUDA", "built for the CPU", NOTE, "for a GPU: pip")
     assert line(gpu, alone) == "This library is built for the CPU, and trains on it alone. " + (
@@ -67,8 +67,12 @@ def test_its_first_line(capsys):
         BROKEN,
         "HEADROOM_CUDA_ARCHS=75",
     )
-    wanted = "First mend the cuda:0: NVIDIA T4; the library has 90. HEADROOM_CUDA_ARCHS=75"
+    wanted = "First mend cuda:0: NVIDIA T4; the library has 90. HEADROOM_CUDA_ARCHS=75"
     assert line(broken) == wanted
+    compiler = ("optional", "C++ compiler", "not installed", NOTE, "apt-get install g++")
+    plans = "Trains on the CPU, and plans for GPUs: headroom plan. With a C++ compiler it rehearses"
+    assert line(compiler).startswith(plans)
+    assert "With a torch built for CUDA and a C++ compiler" in line(built, compiler)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith(now(examine()) + "\n\nversions\n")
 
@@ -85,7 +89,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch):
     found = named(examine())
     assert found["versions", "torch"].status == BROKEN
     assert found["versions", "torch"].value == "libtorch_cpu.so: undefined symbol foo"
-    assert "pip install" in found["library", "import headroom"].advice
+    assert "pip install" in found["library", "import of headroom"].advice
     assert found["devices", "CPU"].value and found["memory", "RAM"].value
 
 
@@ -181,7 +185,7 @@ def test_devices_that_the_library_lacks_or_that_fail(monkeypatch, tmp_path):
     monkeypatch.setattr(headroom, "build_info", lambda: info)
     found = named(examine(tmp_path))
     first, second = found["devices", "cuda:0"], found["devices", "cuda:1"]
-    assert first.status == BROKEN and 'HEADROOM_CUDA_ARCHS="70"' in first.advice
+    assert first.status == BROKEN and "for compute capability 7.5 and newer" in first.value
     assert "1.00 GiB free of 16.0 GiB" in first.value
     assert second.status == BROKEN and "device is lost" in second.value
 
@@ -207,7 +211,7 @@ def test_the_command_says_why_the_package_cannot_be_imported(tmp_path):
     }
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
-    assert "! import headroom" in done.stdout
+    assert "! import of headroom" in done.stdout
     assert "the library is of another torch" in done.stdout
     assert "libtorch.so: cannot open" in done.stdout
     limit = next(line for line in done.stdout.splitlines() if "limit of the cgroup" in line)
@@ -240,6 +244,9 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: {"libcuda.so.1": Cuda}[name])
     monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_frsize=4, f_blocks=99))
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {1, 5, 6})
+    monkeypatch.setenv("CXX", "good++")
+    monkeypatch.setattr(doctor.shutil, "which", {"good++": "/bin/good++"}.get)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     info = {"version": "1.2", "compiler": "cc 5", "cpu": "avx9", "cuda": "none"}
     monkeypatch.setattr(headroom, "build_info", lambda: info)
@@ -268,7 +275,7 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
         ("devices", "CPU", "Good CPU 7, 3 cores for this process", OK, ""),
         ("devices", "NVIDIA driver", "580.65.06, for CUDA 13.2 and older", OK, ""),
         ("devices", "CUDA in torch", "not available", BROKEN,
-         "install a torch that is built for a CUDA of this driver or an older one"),
+         'why: nvidia-smi, and python -c "import torch; torch.cuda.init()"'),
         ("memory", "RAM", "2.00 GiB available of 8.00 GiB", OK, ""),
         ("memory", "limit of the cgroup", "3.00 GiB", NOTE,
          "the process is killed above this, whatever RAM is free"),
@@ -279,6 +286,7 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
         ("memory", "ulimit -n", "1024", OK, ""),
         ("memory", "/dev/shm", "396 B", NOTE,
          "workers of a DataLoader need more; docker run --shm-size=8g"),
+        ("optional", "C++ compiler", "/bin/good++", OK, ""),
         ("optional", "matplotlib", lacks, NOTE,
          "pictures of headroom.ladder: pip install matplotlib"),
         ("optional", "transformers", lacks, NOTE,
@@ -318,6 +326,85 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
         "in a container: start it with the NVIDIA runtime (--gpus all)",
     )
     assert ("devices", "CUDA in torch") not in found
+
+
+@pytest.fixture
+def driver_of(monkeypatch, tmp_path):
+    """Gives the machine a driver for a CUDA, a library built by another and a torch for a third."""
+
+    def made(driver, library, torch_s, archs="75"):
+        write(tmp_path / "proc/driver/nvidia/version", DRIVER)
+        number = 1000 * driver[0] + 10 * driver[1]
+
+        class Cuda:
+            @staticmethod
+            def cuDriverGetVersion(into):
+                into._obj.value = number
+
+        monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: {"libcuda.so.1": Cuda}[name])
+        info = headroom.build_info() | {"cuda": library, "archs": archs}
+        monkeypatch.setattr(headroom, "build_info", lambda: info)
+        monkeypatch.setattr(torch.version, "cuda", torch_s)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        return named(examine(tmp_path)), now(examine(tmp_path))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    "driver, library, torch_s, broken, said",
+    [
+        ((12, 4), "13.0", "12.6", "NVIDIA driver", "to R580 or newer, or build by a CUDA toolkit"),
+        ((11, 8), "13.0", "11.8", "NVIDIA driver", "update the driver to R580 or newer"),
+        ((12, 4), "12.8", "13.2", "CUDA in torch", "to R580 or newer, or install a torch for CUDA"),
+        ((13, 0), "13.0", "14.1", "CUDA in torch", "to one for CUDA 14, or install a torch for"),
+        ((13, 0), "13.0", None, "CUDA in torch", "install a torch for CUDA 13.0 or older"),
+        ((13, 0), "none", None, "CUDA in torch", "built for the CPU"),
+    ],
+)
+def test_a_driver_a_library_and_a_torch_that_do_not_fit(
+    driver_of, driver, library, torch_s, broken, said
+):
+    found, first = driver_of(driver, library, torch_s)
+    line = found["devices", broken]
+    assert line.status == BROKEN and said in f"{line.value} {line.advice}"
+    assert line.value in first and line.advice in first
+    assert ("or build" in line.advice) is (driver == (12, 4) and library == "13.0")
+
+
+def test_gpus_that_are_hidden_are_not_broken(driver_of, monkeypatch):
+    found, first = driver_of((13, 0), "13.0", "13.2")
+    assert found["devices", "NVIDIA driver"].status == OK
+    assert found["devices", "CUDA in torch"].status == BROKEN
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found, first = driver_of((13, 0), "13.0", "13.2")
+    line = found["devices", "CUDA in torch"]
+    assert line.status == NOTE and "CUDA_VISIBLE_DEVICES is ''" in line.value
+    assert first.startswith("Trains on the CPU")
+
+
+def test_a_driver_that_cannot_compile_the_code_of_a_newer_cuda(driver_of, monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9)
+    for driver, status in (((12, 4), BROKEN), ((12, 8), NOTE)):
+        driver_of(driver, "12.8", "12.6")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
+        line = named(examine(tmp_path))["devices", "cuda:0"]
+        assert line.status == status and 'HEADROOM_CUDA_ARCHS="89"' in line.advice
+        assert ("too old to compile" in line.value) is (status == BROKEN)
+
+
+def test_a_torch_for_gpus_of_amd(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = examine(tmp_path)
+    assert named(found)["versions", "torch"].value.endswith("built for ROCm 6.4")
+    assert "NVIDIA alone" in named(found)["devices", "GPUs of AMD"].value
+    assert now(found).startswith("Trains on the CPU, and plans for GPUs")
 
 
 def test_devices_that_the_library_has(monkeypatch, tmp_path):

@@ -5,7 +5,14 @@ Who has measured again runs `python tests/python/project/test_comparison.py`, wh
 
 import json
 import re
+import sys
 from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import _estimators, _published_heads  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "comparison.md"
 ROW = re.compile(
@@ -47,6 +54,24 @@ def test_the_figures_are_what_was_measured():
     lines = re.findall(r"^\| .*(?:`|\)) \|$", figures, re.MULTILINE)
     assert len(rows) == len(lines) - figures.count("`python -m benchmarks` |") > 20
     assert text.count(", a loss |") >= 5
+
+
+def test_what_others_publish_and_estimate_is_what_the_files_say():
+    """And what is predicted is still what the library would do on those GPUs."""
+    text = PAGE.read_text()
+    heads = json.loads(_published_heads.FILE.read_text())
+    rows = [row for head in heads for row in _published_heads.rows_of_table(head)]
+    assert len(rows) >= 8 and "\n".join(rows) in text
+    estimated = json.loads(_estimators.FILE.read_text())["cases"]
+    assert [row["case"] for row in estimated] == list(_estimators.PLAIN)
+    assert "\n".join(_estimators.rows_of_table(estimated)) in text
+    assert [(tuple(one["sizes"]), one["gpu"]) for one in heads] == [
+        (head.sizes, head.gpu) for head in _published_heads.HEADS
+    ]
+    for head, kept in zip(_published_heads.HEADS, heads):
+        assert kept["predicted"]["ms"] == pytest.approx(
+            _published_heads.milliseconds(head), rel=0.01
+        )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
-"""setup.py: which CUDA compiler a build uses, and where there is none, NVIDIA's from PyPI."""
+"""setup.py: which CUDA compiler a build uses, and where there is none, NVIDIA's from PyPI; what it
+says where something is missing; and what goes into archives."""
 
 import ctypes
+import hashlib
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import types
+from importlib import metadata
 from pathlib import Path
 
+import headroom
 import pytest
 import torch
+from packaging.requirements import Requirement
 from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parents[3]
+READELF = shutil.which("readelf")  # of the PATH that tests replace
 
 
 @pytest.fixture
@@ -30,13 +39,17 @@ def setup(monkeypatch, tmp_path):
     return module
 
 
+def program(folder, name, text="exit 0"):
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
 def fake_nvcc(folder, release):
     folder.mkdir(exist_ok=True)
-    nvcc = folder / "nvcc"
     lines = f"Cuda compilation tools, release {release}, V{release}.1", "compute_75", "compute_90"
-    nvcc.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    nvcc.chmod(0o755)
-    return str(nvcc)
+    return str(program(folder, "nvcc", "".join(f"echo '{line}'\n" for line in lines)))
 
 
 def test_the_compiler_becomes_a_requirement_where_there_is_none(setup, monkeypatch):
@@ -246,7 +259,7 @@ def test_a_wheel_for_every_python_has_no_module_for_one(setup, monkeypatch, tmp_
     assert without not in setup.cmake_options(tmp_path)
     monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
     assert setup.cmake_options(tmp_path)[without] == "ON"
-    command = setup.WheelForEveryPython(Distribution({"name": "headroom"}))
+    command = setup.Wheel(Distribution({"name": "headroom"}))
     assert command.get_tag() == ("py3", "none", "manylinux_2_28_x86_64")
 
 
@@ -258,9 +271,7 @@ def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, her
     wanted = setup.ALL_ARCHS if wanted == "all" else wanted
     fake_nvcc(tmp_path, "13.0")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "75"  # there is no driver
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\nprintf '{here}'\n")
-    smi.chmod(0o755)
+    program(tmp_path, "nvidia-smi", f"printf '{here}'")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == wanted
     for asked, gets in (("90", "90"), ("all", setup.ALL_ARCHS)):
         monkeypatch.setenv("HEADROOM_CUDA_ARCHS", asked)
@@ -268,6 +279,157 @@ def test_a_build_is_for_the_gpus_that_are_here(setup, monkeypatch, tmp_path, her
     monkeypatch.delenv("HEADROOM_CUDA_ARCHS")
     monkeypatch.setattr(setup, "PLATFORM", "manylinux_2_28_x86_64")
     assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == setup.ALL_ARCHS
+
+
+@pytest.mark.parametrize(
+    "programs, settings, said",
+    [
+        ("gcc g++", {}, []),
+        ("clang icpx", {}, []),
+        ("gcc", {}, ["needs a C++ compiler"]),
+        ("", {}, ["needs a C compiler", "needs a C++ compiler"]),
+        ("", {"CC": "/opt/cc"}, ["needs a C++ compiler"]),
+        ("", {"CMAKE_TOOLCHAIN_FILE": "arm.cmake"}, []),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_said(
+    setup, monkeypatch, tmp_path, programs, settings, said
+):
+    for name in ("CC", "CXX", "CMAKE_TOOLCHAIN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    for name in programs.split():
+        program(tmp_path, name)
+    sentences = list(setup.lacking(torch=False))
+    assert len(sentences) == len(said) and all(map(str.__contains__, sentences, said))
+
+
+@pytest.mark.parametrize("version, good", [(None, 0), ("2.9.1", 0), ("2.11.0+cpu", 1), ("3.0", 1)])
+def test_a_torch_that_is_not_there_or_too_old_is_said(setup, monkeypatch, tmp_path, version, good):
+    program(tmp_path, "cc"), program(tmp_path, "c++")
+    here = types.SimpleNamespace(version=version) if version else None
+    monkeypatch.setattr(setup, "installed", {"torch": here}.get)
+    assert list(setup.lacking(torch=False)) == []
+    sentences = list(setup.lacking(torch=True))
+    assert len(sentences) == (not good)
+    assert good or sentences[0].endswith("and pip fetches what it needs.")
+    assert good or (f"torch {version}" if version else "has none") in sentences[0]
+
+
+def test_a_build_that_fails_ends_with_a_sentence(setup, monkeypatch, tmp_path):
+    """And not with a traceback, which pip would show below what the compiler said."""
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "lacking", lambda torch: ["no compiler", "no torch"])
+    with pytest.raises(SystemExit, match="^no compiler\nno torch$"):
+        setup.build()
+    monkeypatch.setattr(setup, "lacking", lambda torch: [])
+    cmake = program(tmp_path, "cmake", "exit 3")
+    monkeypatch.setattr(setup, "tool", lambda name: str(cmake))
+    with pytest.raises(SystemExit, match=r"failed: cmake ended with 3\. Why is above\."):
+        setup.build()
+
+
+@pytest.mark.parametrize(
+    "before, said",
+    [
+        ("sys.version_info = (3, 9, 18)", "needs Python >= 3.10 on Linux"),
+        ("sys.platform = 'win32'", "on win32, at "),
+        (
+            "sys.modules['setuptools.command.bdist_wheel'] = None",
+            "pip install 'setuptools>=77.0.3'",
+        ),
+        ("sys.modules['setuptools'] = None", "or leave out --no-build-isolation."),
+    ],
+)
+def test_what_setup_itself_lacks_is_said(before, said):
+    code = f"import sys; {before}; import setup"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def asked_for(library):
+    said = subprocess.run([READELF, "-d", library], capture_output=True, text=True, check=True)
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", said.stdout)
+
+
+@pytest.mark.skipif(not READELF, reason="needs readelf")
+def test_the_bill_of_materials_names_what_the_binaries_ask_for(setup):
+    linked = {
+        "nvcc": "13.0.88",
+        "cudart_static": "13.0",
+        "torch headers": "2.15",
+        "pybind11": "3.1",
+    }
+    package = Path(headroom.__file__).parent
+    bill = setup.bill_of_materials(package, linked)
+    graph = {one["ref"]: one["dependsOn"] for one in bill["dependencies"]}
+    components = {one["bom-ref"]: one for one in bill["components"]}
+    files = [*package.glob("lib/lib*.so.0.2"), package / "lib" / "libheadroom_torch.so"]
+    inside = {"libheadroom_torch.so": ["torch headers"], files[0].name: ["cudart_static"]}
+    modules = [*package.glob("_C.*")]
+    inside |= {module.name: ["pybind11"] for module in modules}
+    assert len(files) == 2 and sorted(graph["headroom"]) == sorted(f.name for f in files + modules)
+    for file in files + modules:
+        assert graph[file.name] == asked_for(file) + inside[file.name]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        assert components[file.name]["hashes"] == [{"alg": "SHA-256", "content": digest}]
+    assert len(components) == len(bill["components"])
+    assert {*sum(graph.values(), [])} == {*components}  # each is there, and used
+    assert components["cudart_static"]["version"] == "13.0" and "nvcc" not in components
+    assert bill["metadata"]["component"]["version"] == headroom.__version__
+    assert bill["metadata"]["tools"]["components"][0]["version"] == "13.0.88"
+
+
+def test_an_installation_has_its_bill_of_materials():
+    files = metadata.files("headroom") or []
+    if any(file.name.startswith("__editable__") for file in files):
+        pytest.skip("an editable installation has none")
+    bill = json.loads(next(f for f in files if f.parent.name == "sboms").read_text())
+    hashes = {one["name"]: one["hashes"] for one in bill["components"] if one["type"] == "file"}
+    assert "libheadroom_torch.so" in hashes
+    for file in files:
+        if file.name in hashes:
+            digest = hashlib.sha256(file.locate().read_bytes()).hexdigest()
+            assert hashes.pop(file.name)[0]["content"] == digest
+    assert hashes == {}
+    has_cuda = headroom.build_info()["cuda"] != "none"
+    assert any(one["name"] == "cudart_static" for one in bill["components"]) is has_cuda
+
+
+def test_a_source_distribution_is_the_same_bytes_whenever_it_is_made(setup, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command = setup.SourceDistribution(Distribution({"name": "headroom"}))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = []
+    for time, mode in ((1e9, 0o600), (1.5e9, 0o664)):
+        folder = tmp_path / "headroom-1"
+        folder.mkdir()
+        for name in ("b.py", "a.py") if made else ("a.py", "b.py"):
+            (folder / name).write_text(name)
+            (folder / name).chmod(mode)
+            os.utime(folder / name, (time, time))
+        path = Path(command.make_archive("out/headroom-1", "gztar", base_dir="headroom-1"))
+        made.append(path.read_bytes())
+        with tarfile.open(path) as tar:
+            members = {one.name: (one.mtime, one.mode, one.uname) for one in tar}
+        assert list(members) == ["headroom-1", "headroom-1/a.py", "headroom-1/b.py"]
+        assert members["headroom-1/a.py"] == (1_700_000_000, 0o644, "")
+        shutil.rmtree(folder)
+    assert made[0] == made[1]
+
+
+def test_an_old_python_gets_as_far_as_setup():
+    """What the build requires and an old Python cannot have, pip does not look for there."""
+    requires = re.search(
+        r"^requires = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    found = [Requirement(one) for one in re.findall(r'"(.*?)"', requires[1])]
+    for name in ("setuptools", "torch"):
+        marker = next(one.marker for one in found if one.name == name)
+        assert marker.evaluate({"python_version": "3.10"})
+        assert not marker.evaluate({"python_version": "3.9"})
 
 
 @pytest.mark.slow

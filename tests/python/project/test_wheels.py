@@ -1,8 +1,11 @@
 """The wheel for every Python: .ci/wheels makes it, and it works without a compiler on this torch
 and on the oldest one. It is built for the CPU alone, which takes a minute."""
 
+import hashlib
+import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,19 +22,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory):
-    """What .ci/wheels makes with the packages of this environment."""
+def wheels(tmp_path_factory):
+    """Runs .ci/wheels of a checkout with the packages of this environment, and returns the folder
+    of what it makes."""
     if platform.machine() != "x86_64":
         pytest.skip("the libraries of another glibc are linked on x86-64")
-    out = tmp_path_factory.mktemp("dist")
     # What it holds is looked at, not how fast it is.
     quick = tmp_path_factory.mktemp("compiler") / "quick"
     quick.write_text('#!/bin/sh\nexec "$@" -O1\n')
     quick.chmod(0o755)
-    settings = {"OUT": str(out), "PYTHON": sys.executable, "HEADROOM_CUDA": "0"}
-    settings |= {f"CMAKE_{language}_COMPILER_LAUNCHER": str(quick) for language in ("C", "CXX")}
-    run("bash", ROOT / ".ci" / "wheels", "x86_64", env=os.environ | settings)
-    return out
+
+    def made(root=ROOT, **more):
+        out = tmp_path_factory.mktemp("dist")
+        settings = {"OUT": str(out), "PYTHON": sys.executable, "HEADROOM_CUDA": "0"} | more
+        settings |= {f"CMAKE_{language}_COMPILER_LAUNCHER": str(quick) for language in ("C", "CXX")}
+        run("bash", root / ".ci" / "wheels", "x86_64", env=os.environ | settings)
+        return out
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def dist(wheels):
+    return wheels()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +86,44 @@ def test_the_source_distribution_holds_all_that_is_compiled(dist):
     folders = ("capi", "kernels", "torch_ext", "ops")
     tracked = run("git", "ls-files", *folders, cwd=ROOT).splitlines()
     assert inside >= {"setup.py", "pyproject.toml", "CMakeLists.txt", "LICENSE", *tracked}
+
+
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_two_builds_are_the_same_bytes(wheels, tmp_path, cuda):
+    """In two folders, and with CUDA in one: nvcc makes names of functions from the path."""
+    if cuda == "1" and shutil.which("nvcc") is None:
+        pytest.skip("needs a CUDA compiler")
+    settings = {"HEADROOM_CUDA": cuda, "HEADROOM_CUDA_ARCHS": "75", "CCACHE_DISABLE": "1"}
+    settings["SOURCE_DATE_EPOCH"] = run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+    first = wheels(**settings)
+    root = ROOT
+    if cuda == "0":
+        root = tmp_path / "another" / "place"
+        for name in run("git", "ls-files", cwd=ROOT).splitlines():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, root / name)
+        shutil.copytree(ROOT / "build/wheels/tools", root / "build/wheels/tools")
+    second = wheels(root, **settings)
+    names = sorted(file.name for file in first.iterdir())
+    assert len(names) == 2 and names == sorted(file.name for file in second.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_it_says_what_is_in_it(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [one for one in archive.namelist() if "/sboms/" in one]
+        bill = json.loads(archive.read(name))
+        assert name.partition("/")[0].endswith(".dist-info")
+        files = {Path(one).name: one for one in archive.namelist() if ".so" in one}
+        for one in bill["components"]:
+            if one["type"] == "file":
+                digest = hashlib.sha256(archive.read(files.pop(one["name"]))).hexdigest()
+                assert one["hashes"][0]["content"] == digest
+    assert list(files) == ["libheadroom.so"]  # a script for linkers
+    assert (
+        "cudart_static" not in str(bill) and bill["metadata"]["component"]["version"][-4:] == "+cpu"
+    )
 
 
 def test_nothing_in_it_is_for_one_python(wheel):
