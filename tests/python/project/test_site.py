@@ -109,7 +109,8 @@ def test_no_page_is_wider_than_a_phone(built):
         pytest.skip("needs Chromium")
     site, _ = built
     with Browser(path) as browser:
-        for page in ("", "comparison", "offloading", "notebooks/first-minutes", "api/headroom.optim"):
+        pages = ("", "comparison", "offloading", "notebooks/first-minutes", "api/headroom.optim")
+        for page in pages:
             browser.open(site / page / "index.html", width=390, height=844)
             assert browser.run("document.documentElement.scrollWidth") <= 390, page
             assert browser.run(CUT) == 0, page
