@@ -87,13 +87,15 @@ class Headroom(griffe.Extension):
             return
         shown = list(public(pkg))
         listed = dict(row.split("(", 1) for row in SIGNATURES.read_text().splitlines())
-        for page, found in shown:
+        for _, found in shown:
             for place, value in found.items():
                 give_arguments(value, listed.get(place))
+        rewrite(pkg)
+        for page, found in shown:  # hides modules of the name of a function: the last of all
+            for place, value in found.items():
                 if value.parent is not page:
                     name = place.rpartition(".")[2]
                     page.members[name] = griffe.Alias(name, target=value, parent=page)
-        rewrite(pkg)
 
 
 def give_arguments(kind, listed):

@@ -1,6 +1,7 @@
 """The site: mkdocs builds it from the pages as they stand, without a warning, and makes the
 reference from docstrings."""
 
+import gzip
 import html
 import inspect
 import os
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import headroom.cli
@@ -62,7 +63,7 @@ def test_the_site_builds_without_a_warning(built):
     pages = {path.parent.name for path in site.glob("*/index.html")}
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"} <= pages
     first = (site / "index.html").read_text()
-    assert 'src="repository/examples/ladder.png"' in first and "fonts.googleapis" not in first
+    assert 'src="frontier-llama-8b.png"' in first and "fonts.googleapis" not in first
     assert "Traceback" not in (site / "notebooks/first-minutes/index.html").read_text()
 
 
@@ -89,10 +90,30 @@ def test_the_reference_has_every_public_name_with_its_arguments(built):
     assert not [name for name in found if "._" in name]
     for name in names:
         page = (site / found[name] / "index.html").read_text()
+        assert not re.search(":(?:attr|class|data|exc|func|meth|mod):", page)
         entry = page.split(f'id="{name}"', 1)[1].split("</code></pre>", 1)[0]
         shown = set(re.findall(r"\w+", html.unescape(re.sub("<[^>]*>", "", entry))))
         arguments = set(inspect.signature(value_of(name)).parameters) - {"self"}
         assert {one for one in arguments if not one.startswith("_")} <= shown, name
+
+
+@cache
+def sent(path):
+    """Returns the bytes in which a file is sent: text is compressed."""
+    data = path.read_bytes()
+    return len(data if path.suffix == ".png" else gzip.compress(data))
+
+
+def test_no_page_weighs_a_megabyte(built):
+    """With its pictures, and with what the search loads on every page."""
+    site, _ = built
+    files = [site / "search/search_index.json", *site.glob("assets/javascripts/workers/*.js")]
+    pages = [*site.rglob("index.html")]
+    assert pages and len(files) == 2
+    for page in pages:
+        named = re.findall(r'(?:src|href)="([^":?#]+[.](?:css|js|png))"', page.read_text())
+        parts = {page, *files, *((page.parent / name).resolve() for name in named)}
+        assert sum(map(sent, parts)) < 1e6, page
 
 
 # Tables that no box around them scrolls.
