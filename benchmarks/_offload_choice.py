@@ -1,4 +1,4 @@
-"""Prints which use of the host wins when, for the table of docs/offloading.md: bytes by
+"""Prints which use of the host wins when, for the table of docs/offloading-internals.md: bytes by
 `headroom.plan`, and the seconds that copies add by a simulation of the device and its link:
 `python -m benchmarks._offload_choice`. Needs no GPU and no weights; takes some minutes.
 

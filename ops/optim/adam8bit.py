@@ -30,10 +30,10 @@ class Adam8bit(EightBit, Adam):
     update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
-            decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled, offload, budget:
-            as in :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes
-            with its state.
+        params, lr, betas, eps, weight_decay, decoupled_weight_decay: as in :class:`Adam`.
+        maximize, foreach, capturable, differentiable, fused, max_grad_norm: as in :class:`Adam`.
+        master, rounding, count_stalled, offload, budget: as in :class:`Adam`. A bfloat16 parameter
+            with ``master="remainder16"`` takes 6 bytes with its state.
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements than this have float32 moments. The elements
             of a DTensor are counted on all ranks together.

@@ -186,8 +186,8 @@ class Lion(OneMoment):
         betas: of the interpolation whose sign is taken, and of the moment.
         weight_decay: decoupled, as in AdamW.
         maximize: go up the gradient.
-        foreach, fused, differentiable, state_dtype, max_grad_norm, master, rounding, seed,
-            count_stalled, offload, budget: as in :class:`SGD`.
+        foreach, fused, differentiable, state_dtype, max_grad_norm: as in :class:`SGD`.
+        master, rounding, seed, count_stalled, offload, budget: as in :class:`SGD`.
 
     The state of a parameter is ``exp_avg`` and ``step`` (float64), and what ``master`` and
     ``rounding`` add in :class:`Adam`.

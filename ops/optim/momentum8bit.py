@@ -68,10 +68,10 @@ class SGD8bit(OneMoment8bit, SGD):
     elements (Dettmers et al., arXiv:2110.02861), as the first moment of :class:`Adam8bit`.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable,
-            fused, max_grad_norm, master, rounding, seed, count_stalled, offload, budget: as in
-            :class:`SGD`. A bfloat16 parameter with ``master="remainder16"`` takes 5 bytes with its
-            state.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in :class:`SGD`.
+        foreach, differentiable, fused, max_grad_norm: as in :class:`SGD`.
+        master, rounding, seed, count_stalled, offload, budget: as in :class:`SGD`. A bfloat16
+            parameter with ``master="remainder16"`` takes 5 bytes with its state.
         min_8bit_size, block_size, nonfinite: as in :class:`Adam8bit`.
 
     The state of a parameter is ``momentum_buffer``, uint8 of its shape; ``momentum_buffer_absmax``,
@@ -118,8 +118,9 @@ class Lion8bit(OneMoment8bit, Lion):
     4, as in :class:`SGD8bit`.
 
     Args:
-        params, lr, betas, weight_decay, maximize, foreach, differentiable, fused, max_grad_norm,
-            master, rounding, seed, count_stalled, offload, budget: as in :class:`Lion`.
+        params, lr, betas, weight_decay, maximize: as in :class:`Lion`.
+        foreach, differentiable, fused, max_grad_norm: as in :class:`Lion`.
+        master, rounding, seed, count_stalled, offload, budget: as in :class:`Lion`.
         min_8bit_size, block_size, nonfinite: as in :class:`Adam8bit`.
 
     The state of a parameter is ``exp_avg``, uint8 of its shape; ``exp_avg_absmax``, float32; and

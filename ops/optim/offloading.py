@@ -74,8 +74,8 @@ def offload(
             ``"step"``; or a parameter is on neither a CPU nor a CUDA device.
         HostMemoryError: the host has no room for the state that exists.
 
-        An optimizer step raises HostMemoryError where the host has no room for new state; nothing
-        has been written then.
+    An optimizer step raises HostMemoryError where the host has no room for new state; nothing has
+    been written then.
     """
     inner = headroom_optimizer(optimizer, "offload")
     begin(inner, what, budget, host, bucket_bytes)

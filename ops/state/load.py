@@ -64,9 +64,9 @@ def load_state(
         ValueError: it does not fit the model, or the generator of NumPy, which is of another kind;
             or the error of an object's ``load_state_dict``.
 
-        Nothing has changed then, nor after a KeyboardInterrupt or where memory is short, but for
-        what a ``load_state_dict`` of the loader, or one that a module has of its own, did before it
-        failed.
+    Nothing has changed after an error, nor after a KeyboardInterrupt or where memory is short, but
+    for what a ``load_state_dict`` of the loader, or one that a module has of its own, did before it
+    failed.
     """
     parts = {
         "optimizer": optimizer,

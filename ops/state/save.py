@@ -83,7 +83,7 @@ def save_state(
             ...: the message says what to do.
         StateFileError: another process or thread is writing this very file.
 
-        The file that was there before is as it was, unless the message says otherwise.
+    After an error the file that was there before is as it was, unless the message says otherwise.
     """
     path = os.fspath(path)
     _check_keep(path, keep)

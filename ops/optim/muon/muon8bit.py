@@ -30,10 +30,10 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
     with its gradient and state.
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
-            adamw, split, convolutions, variant, ns_dtype, normuon, workspace, process_group,
-            maximize, max_grad_norm, master, rounding, seed, count_stalled, offload, budget: as in
-            :class:`Muon`.
+        params, lr, weight_decay, momentum, nesterov, maximize, max_grad_norm: as in :class:`Muon`.
+        ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype, normuon: as in :class:`Muon`.
+        adamw, split, convolutions, variant, workspace, process_group: as in :class:`Muon`.
+        master, rounding, seed, count_stalled, offload, budget: as in :class:`Muon`.
         min_8bit_size, block_size: as in :class:`AdamW8bit`. Matrices that are split or batched,
             whose parts do not begin at a block, have float32 momentum, too.
         nonfinite: ``"propagate"`` or ``"skip_step"``, as in :class:`AdamW8bit`. One element that

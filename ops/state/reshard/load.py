@@ -77,7 +77,7 @@ def load_sharded(
             parameter.
         torch.distributed.checkpoint.CheckpointException: a file is missing or broken.
 
-        The optimizer is as it was then.
+    After an error the optimizer is as it was.
 
     Example::
 

@@ -1,12 +1,12 @@
-"""The table of docs/offloading.md that says which use of the host wins when is what its script
-prints."""
+"""The table of docs/offloading-internals.md that says which use of the host wins when is what its
+script prints."""
 
 from pathlib import Path
 
 import pytest
 from benchmarks._offload_choice import SETTINGS, WAYS, rate_of_host, row
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "offloading.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "offloading-internals.md"
 FAST = [(SETTINGS[0], way) for way in WAYS[2:]]
 SLOW = [(SETTINGS[0], way) for way in WAYS[:2]]
 SLOWER = [(setting, way) for setting in SETTINGS[1:] for way in WAYS]
