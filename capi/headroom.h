@@ -2121,7 +2121,7 @@ HR_API hr_status hr_route(int32_t *offsets, int32_t *order, const void *index, i
  *
  *     q        = dy[t] down[e]                      dweight = sum of h * q + sum of dy[t] * down_bias[e]
  *     ddown[e] = sum of dy[t]^T (w h)               ddown_bias[e] = sum of w dy[t]
- *     dgate, dup from w q as hr_glu_backward() has them; 0 where the limit holds a value back
+ *     dgate, dup from w q as hr_glu_backward() has them; 0 for values at the limit or beyond
  *     dgate_up[e], dgate_up_bias[e], dx[t]          from those
  *
  * so that the result of the second product is not needed. Experts without rows get gradients of 0.

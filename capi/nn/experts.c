@@ -193,8 +193,7 @@ experts_activate_args experts_unit_args(const experts_call *call, const experts_
     const float alpha = (float)c->alpha;
     return (experts_activate_args){.tile = *tile,
                                    .unit = {c->activation, c->gated, c->interleaved, alpha,
-                                            1.0f / alpha,
-                                            c->limit > 0.0 ? (float)c->limit : INFINITY},
+                                            1.0f / alpha, c->limit > 0.0 ? (float)c->limit : NAN},
                                    .gate_up = gate_up,
                                    .h = h,
                                    .dtype = c->dtype,

@@ -65,7 +65,7 @@ typedef struct experts_unit {
     hr_activation activation;
     int32_t gated, interleaved;
     float alpha, inverse; /* of HR_SWIGLU_ALPHA, and its reciprocal */
-    float limit;          /* infinity: none */
+    float limit;          /* NaN, with which no comparison is true: none */
 } experts_unit;
 
 /* With `gate_up` alone it writes h. With q as well it writes the gradients, and w * h and the
@@ -89,7 +89,7 @@ typedef struct experts_point {
     float value, dgate, dup;
 } experts_point;
 
-/* A value that the limit holds back has a derivative of 0, and a NaN passes. */
+/* A value at the limit or beyond has a derivative of 0, and a NaN passes. */
 HR_INLINE experts_point experts_at(float gate, float up, const experts_unit *unit,
                                    hr_activation activation, int gated)
 {
@@ -106,8 +106,8 @@ HR_INLINE experts_point experts_at(float gate, float up, const experts_unit *uni
     }
     experts_point point;
     point.value = gated ? at.value * factor : at.value;
-    point.dgate = gate > unit->limit ? 0.0f : gated ? at.slope * factor : at.slope;
-    point.dup = glu_size(up) > unit->limit ? 0.0f : at.value;
+    point.dgate = gate >= unit->limit ? 0.0f : gated ? at.slope * factor : at.slope;
+    point.dup = glu_size(up) >= unit->limit ? 0.0f : at.value;
     return point;
 }
 

@@ -56,9 +56,7 @@ def register_fake(name: str, fake: Callable[..., Any], on_host: Collection[str] 
 
     def on_one_device(*args: Any, **options: Any) -> Any:
         named = bound(args, options)
-        given = {
-            key: x for key, x in named.items() if isinstance(x, Tensor) and key not in on_host
-        }
+        given = {key: x for key, x in named.items() if isinstance(x, Tensor) and key not in on_host}
         first = next(iter(given), "")
         for key, tensor in given.items():
             device = given[first].device
@@ -271,7 +269,8 @@ def refuse_derivative(
     name: str, *, fake: Callable[..., Any], on_host: Collection[str] = ()
 ) -> None:
     """Gives ``headroom::name``, which computes a gradient, its fake and, as its own derivative, an
-    error. ``on_host`` names the tensors that the op wants on the host. So ``create_graph=True`` works until someone asks for the second derivative.
+    error. So ``create_graph=True`` works until someone asks for the second derivative.
+    ``on_host`` is as in :func:`register_fake`.
     """
 
     def backward(*_: Any) -> Any:

@@ -54,8 +54,8 @@ def experts(
     limit: float | None = None,
     save: str = "L1",
 ) -> Tensor:
-    """Returns ``sum over k of weight[t, k] * down_e(act(gate_up_e(x[t])))`` with ``e = index[t, k]``:
-    the experts of a mixture, for tokens that a router has sent to them.
+    """Returns the sums over k of ``weight[t, k] * down_e(act(gate_up_e(x[t])))`` with
+    ``e = index[t, k]``: the experts of a mixture, for tokens that a router has sent to them.
 
     Experts come one after another, their tokens in tiles of 512 rows: no copy of ``x`` for every
     expert of a token, no product that is as long, and no result of ``down`` is kept. Sums over the
@@ -84,10 +84,10 @@ def experts(
         limit: the gate is at most this before its activation, and ``up`` from ``-limit`` to
             ``limit``; None: neither is held back.
         save: what is kept for the backward pass besides ``x``, the weights and 4 bytes for each
-            token's expert, in elements per token and slot: "L0" keeps ``3 * features`` and evaluates
-            nothing again, "L1" keeps ``2 * features`` and evaluates the activation again, "L2" keeps
-            nothing and evaluates the first product again, too. ``x`` is kept if ``gate_up`` gets a
-            gradient, or at "L2".
+            expert of a token, in elements per token and slot: "L0" keeps ``3 * features`` and
+            evaluates nothing again, "L1" keeps ``2 * features`` and evaluates the activation again,
+            "L2" keeps nothing and evaluates the first product again, too. ``x`` is kept if
+            ``gate_up`` gets a gradient, or at "L2".
 
     Under autocast ``x`` and the biases are cast to its dtype, and the stacks if they are float32
     expert by expert.
@@ -101,8 +101,8 @@ def experts(
         TypeError: an argument that must be a tensor is none.
         RuntimeError: another argument does not fit, or a CUDA graph is captured.
 
-    On CUDA a call copies how many rows each expert has to the host, for which it waits; its backward
-    pass does not. It follows ``torch.backends.cuda.matmul`` and
+    On CUDA a call copies how many rows each expert has to the host, for which it waits; its
+    backward pass does not. Products follow ``torch.backends.cuda.matmul`` and
     ``torch.use_deterministic_algorithms``. The formula is documented at ``hr_experts_forward`` in
     ``headroom.h``.
     """
@@ -119,7 +119,9 @@ def experts(
     dtype = autocast_dtype(x.device.type)
     if dtype is not None:
         x, gate_up_bias, down_bias = cast(dtype, x, gate_up_bias, down_bias)
-        gate_up, down = (t if t.dtype == torch.float32 else cast(dtype, t)[0] for t in (gate_up, down))
+        gate_up, down = (
+            t if t.dtype == torch.float32 else cast(dtype, t)[0] for t in (gate_up, down)
+        )
         if weight.dtype != x.dtype:
             (weight,) = cast(torch.float32, weight)
     tensors = (x, weight, gate_up, down, gate_up_bias, down_bias)
@@ -226,9 +228,7 @@ def _fake_backward(
     _check("dy", dy, weight, gate_up, down, gate_up_bias, down_bias, gated, transposed)
     tensors = (dy, weight, gate_up, down, gate_up_bias, down_bias)
     return tuple(
-        dy.new_empty(0)
-        if tensor is None or not gradients & bit
-        else tensor.new_empty(tensor.shape)
+        dy.new_empty(0) if tensor is None or not gradients & bit else tensor.new_empty(tensor.shape)
         for bit, tensor in zip(BITS.values(), tensors)
     )
 
@@ -240,7 +240,9 @@ def _save(ctx: Any, given: dict[str, Any], results: dict[str, Tensor]) -> None:
         *(given[name] for name in BITS if name != "x"),
         *(results[name] for name in kept),
     )
-    ctx.mark_non_differentiable(*(results[name] for name in kept))
+    # gates are left out: through them a second derivative finds what it must raise.
+    ctx.mark_non_differentiable(*(results[name] for name in ("activated", "order", "offsets")))
+    ctx.set_materialize_grads(False)
     ctx.numbers = {name: given[name] for name in _NUMBERS}
 
 
@@ -249,7 +251,7 @@ def _backward(
 ) -> dict[str, Tensor | None]:
     x, weight, gate_up, down, gate_up_bias, down_bias, *kept = ctx.saved_tensors
     gradients = _sum_of([needs[name] for name in BITS])
-    if not gradients:
+    if not gradients or grads["y"] is None:
         return {}
     found = torch.ops.headroom.experts_backward(
         *(grads["y"], x, weight, gate_up, down, gate_up_bias, down_bias),
