@@ -52,8 +52,15 @@ def test_values_and_gradients_are_as_good_as_those_of_torch(case, dtype, device)
         assert error <= 2 * limits[name] + one, name
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("case", ("mixtral", "gpt_oss"))
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("mixtral", torch.float32),
+        ("gpt_oss", torch.float32),
+        ("mixtral", torch.bfloat16),
+        ("gemma4", torch.bfloat16),
+    ],
+)
 def test_errors_are_not_larger_than_those_of_grouped_mm(case, dtype):
     """Of transformers' experts, whose indices must be experts. In float32 both round the same sums;
     a weight's gradient is then a product of two of them, and not of one and dy."""
@@ -103,7 +110,8 @@ def test_routing_at_its_ends(case, type, rows, device):
     for save in SAVES:
         got = run(function_of(case, index, save=save), tensors, dy)
         for name, value in wanted.items():
-            torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-5)
+            most = value.abs().max().item() if value.numel() else 0.0
+            assert (got[name] - value).abs().le(3e-6 * most).all(), name
             if not rows or EXPERTS in rows[0]:
                 assert got[name].eq(0).all()
 
