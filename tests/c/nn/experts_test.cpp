@@ -237,14 +237,16 @@ TEST_P(Experts, AGradientIsTheSameWithoutTheOthers)
                 {HR_EXPERTS_X, {&run.dx, &all.dx}},
                 {HR_EXPERTS_WEIGHT, {&run.dweight, &all.dweight}}};
             for (const auto &[bit, both] : results) {
-                if (c.wanted == bit)
+                if (c.wanted == bit) {
                     EXPECT_EQ(both.first->values(0), both.second->values(0));
+                }
             }
             for (size_t k = 0; k < 4; k++) {
                 const uint32_t bits[] = {HR_EXPERTS_GATE_UP, HR_EXPERTS_DOWN,
                                          HR_EXPERTS_GATE_UP_BIAS, HR_EXPERTS_DOWN_BIAS};
-                if (c.wanted == bits[k])
+                if (c.wanted == bits[k]) {
                     EXPECT_EQ(run.grads.values(k), all.grads.values(k));
+                }
             }
         }
 }
