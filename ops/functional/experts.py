@@ -54,8 +54,10 @@ def experts(
     limit: float | None = None,
     save: str = "L1",
 ) -> Tensor:
-    """Returns the sums over k of ``weight[t, k] * down_e(act(gate_up_e(x[t])))`` with
-    ``e = index[t, k]``: the experts of a mixture, for tokens that a router has sent to them.
+    """Returns what the experts of a mixture make of tokens, weighted and summed for each token.
+
+    Row t is the sum over k of ``weight[t, k] * down_e(act(gate_up_e(x[t])))`` with ``e = index[t,
+    k]``, the experts to which a router has sent the token.
 
     Experts come one after another, their tokens in tiles of 512 rows: no copy of ``x`` for every
     expert of a token, no product that is as long, and no result of ``down`` is kept. Sums over the
