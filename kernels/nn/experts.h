@@ -18,7 +18,7 @@ typedef struct experts_tile {
 
 HR_INLINE int64_t experts_token(const experts_tile *tile, int64_t row)
 {
-    return tile->order[row] / tile->slots;
+    return tile->order[row] / (int32_t)tile->slots; /* 64 bits are divided by a subroutine */
 }
 
 typedef struct experts_route_args {

@@ -76,12 +76,12 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t row = blockIdx.x;
     const char *const from = (const char *)a.from + experts_token(&a.tile, row) * a.from_pitch;
     char *const to = (char *)a.to + row * a.bytes;
-    if (l.vectors) {
-        for (int64_t j = threadIdx.x; j < a.bytes / 16; j += THREADS)
-            ((uint4 *)to)[j] = ((const uint4 *)from)[j];
-    } else {
-        for (int64_t j = threadIdx.x; j < a.bytes / 2; j += THREADS)
-            ((uint16_t *)to)[j] = ((const uint16_t *)from)[j];
+    const int step = l.vectors ? 16 * THREADS : 2 * THREADS;
+    for (int64_t j = (int64_t)(l.vectors ? 16 : 2) * threadIdx.x; j < a.bytes; j += step) {
+        if (l.vectors)
+            *(uint4 *)(to + j) = *(const uint4 *)(from + j);
+        else
+            *(uint16_t *)(to + j) = *(const uint16_t *)(from + j);
     }
 }
 
@@ -266,27 +266,27 @@ static __device__ __forceinline__ void experts_row(const experts_activate_launch
             }
         }
         const pack<GROUP> rounded = pack_of(h, dtype);
-        if (!BACKWARD) {
+        if constexpr (BACKWARD) {
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                if (halves.left[k] > 0)
+                    pack_store(experts_element<dtype>(a.grads, halves.at[k]), 0, dtype,
+                               whole && halves.left[k] == GROUP, halves.left[k],
+                               pack_of(grads[k], dtype));
+            pack_floats(rounded, dtype, h); /* as forward rounded it */
+#pragma unroll
+            for (int e = 0; e < GROUP; e++) {
+                h[e] = a.h ? kept[e] : h[e];
+                if (e < n)
+                    sum = fmaf(h[e], q[e], sum);
+                h[e] *= w;
+            }
+            if (a.weighted)
+                pack_store(experts_element<dtype>(a.weighted, inner), 0, dtype, whole, n,
+                           pack_of(h, dtype));
+        } else {
             pack_store(experts_element<dtype>(a.h, inner), 0, dtype, whole, n, rounded);
-            continue;
         }
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-            if (halves.left[k] > 0)
-                pack_store(experts_element<dtype>(a.grads, halves.at[k]), 0, dtype,
-                           whole && halves.left[k] == GROUP, halves.left[k],
-                           pack_of(grads[k], dtype));
-        pack_floats(rounded, dtype, h); /* as forward rounded it */
-#pragma unroll
-        for (int e = 0; e < GROUP; e++) {
-            h[e] = a.h ? kept[e] : h[e];
-            if (e < n)
-                sum = fmaf(h[e], q[e], sum);
-            h[e] *= w;
-        }
-        if (a.weighted)
-            pack_store(experts_element<dtype>(a.weighted, inner), 0, dtype, whole, n,
-                       pack_of(h, dtype));
     }
     if (!BACKWARD || !a.dweight)
         return;

@@ -212,6 +212,7 @@ def _fake(x, index, weight, gate_up, down, gate_up_bias, down_bias, gated, trans
         index.dtype in INDEX_TYPES, f"index has dtype {index.dtype}, wanted int64, int32 or int16"
     )
     require(index.shape == weight.shape, "index has another shape than weight")
+    require(gated or not given["interleaved"], "interleaved is True, wanted False without gated")
     inner, save = bool(given["wanted"] & INNER), given["save"]
     keeps_gates, keeps_activated = inner and save < SAVES["L2"], inner and save == SAVES["L0"]
     host = "meta" if x.device.type == "meta" else "cpu"

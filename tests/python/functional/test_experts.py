@@ -5,6 +5,7 @@ import torch
 from headroom.functional import experts
 from headroom.functional.experts import ACTIVATIONS, BITS
 from headroom.functional.experts import SAVES as NUMBERS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -359,3 +360,7 @@ def test_bad_inputs(message, error, changes, device):
     with pytest.raises(error, match=message):
         experts(**changed)
     assert all(torch.equal(t, before[name]) for name, t in given.items())
+    with FakeTensorMode() as mode:  # or a graph would fail when it runs
+        fakes = {n: mode.from_tensor(t) if torch.is_tensor(t) else t for n, t in changed.items()}
+        with pytest.raises(error):
+            experts(**fakes)
