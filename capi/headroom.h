@@ -39,6 +39,7 @@
  *       with adapters           hr_lora_forward, hr_lora_backward, hr_lora_workspace,
  *                               hr_lora_norms, hr_lora_norms_workspace
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
+ *     Experts                   hr_route, hr_experts_forward, hr_experts_backward, hr_experts_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
  *                               hr_linear_cross_entropy_query
@@ -1393,11 +1394,12 @@ HR_API hr_status hr_norm_workspace(size_t *bytes, int64_t rows, int64_t cols,
 /* ---- Gated linear units ---------------------------------------------------------------------- */
 
 typedef enum hr_activation {
-    HR_SILU = 0,        /* x / (1 + e^-x) */
-    HR_GELU = 1,        /* x (1 + erf(x / sqrt(2))) / 2; Hendrycks and Gimpel, arXiv:1606.08415 */
-    HR_GELU_TANH = 2,   /* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 */
-    HR_RELU = 3,        /* max(x, 0) */
-    HR_RELU_SQUARED = 4 /* max(x, 0)^2; So et al., arXiv:2109.08668 */
+    HR_SILU = 0,         /* x / (1 + e^-x) */
+    HR_GELU = 1,         /* x (1 + erf(x / sqrt(2))) / 2; Hendrycks and Gimpel, arXiv:1606.08415 */
+    HR_GELU_TANH = 2,    /* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 */
+    HR_RELU = 3,         /* max(x, 0) */
+    HR_RELU_SQUARED = 4, /* max(x, 0)^2; So et al., arXiv:2109.08668 */
+    HR_SWIGLU_ALPHA = 5  /* hr_experts_forward() alone, and described there */
 } hr_activation;
 
 typedef struct hr_glu_config {
@@ -2083,6 +2085,185 @@ HR_API hr_status hr_mlp_backward(const hr_rows *dx, const hr_mlp_params *grads, 
                                  const hr_mlp_saved *saved, int64_t tokens, int64_t hidden,
                                  int64_t features, const hr_mlp_config *config, void *workspace,
                                  size_t workspace_bytes, const hr_exec *exec);
+
+/* ---- Experts --------------------------------------------------------------------------------- */
+
+/*
+ * hr_route: sorts the rows of a mixture of experts by expert. Token t has `slots` rows, number
+ * t * slots and those that follow, and index[row] is the expert of a row.
+ *
+ * offsets    out: [experts + 1]: rows offsets[e] to offsets[e + 1] - 1 of `order` belong to expert e
+ * order      out: [rows], the numbers of rows: by expert, and those of one expert ascending. Rows
+ *            whose index is no expert, which are dropped, come last, ascending too
+ * index      in: [rows] integers of index_bytes bytes each: 2, 4 or 8
+ * rows       0 or more, below 2^31
+ * experts    1 or more, below 2^30
+ *
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ */
+HR_API hr_status hr_route(int32_t *offsets, int32_t *order, const void *index, int32_t index_bytes,
+                          int64_t rows, int64_t experts, const hr_exec *exec);
+
+/*
+ * hr_experts_forward, hr_experts_backward: the experts of a mixture (Shazeer et al.,
+ * arXiv:1701.06538), and their gradients, for rows that hr_route() sorted. For a row of token t with
+ * expert e and weight w,
+ *
+ *     gate, up = x[t] gate_up[e]^T + gate_up_bias[e]
+ *     h        = act(min(gate, limit)) * (clamp(up, -limit, limit) + c)     c: 1 for HR_SWIGLU_ALPHA,
+ *     h        = act(min(gate, limit))             if not gated                   else 0
+ *     y[t]    += w * (h down[e]^T + down_bias[e])
+ *
+ * with act(x) = x / (1 + e^(-alpha x)) for HR_SWIGLU_ALPHA, as in gpt-oss. Experts come one after
+ * another, ascending, their rows in tiles of config->tile_rows, and each token's sum is binary32 in
+ * that order, rounded once: nothing is as long as all rows but what is kept. The results of the
+ * first product and h are rounded to config->dtype, those of the second are not. Backward:
+ *
+ *     q        = dy[t] down[e]                      dweight = sum of h * q + sum of dy[t] * down_bias[e]
+ *     ddown[e] = sum of dy[t]^T (w h)               ddown_bias[e] = sum of w dy[t]
+ *     dgate, dup from w q as hr_glu_backward() has them; 0 for values at the limit or beyond
+ *     dgate_up[e], dgate_up_bias[e], dx[t]          from those
+ *
+ * so that the result of the second product is not needed. Experts without rows get gradients of 0.
+ * Every level of what is kept gives the same bits, and so does any number of threads, with a product
+ * of hr_gemm() that does:
+ *
+ *     HR_EXPERTS_SAVE_ALL      gate, up, h      nothing is evaluated again
+ *     HR_EXPERTS_SAVE_GATE_UP  gate, up         the activation is
+ *     HR_EXPERTS_SAVE_INPUT    nothing          and the first product
+ */
+typedef enum hr_experts_save {
+    HR_EXPERTS_SAVE_ALL = 0,
+    HR_EXPERTS_SAVE_GATE_UP = 1,
+    HR_EXPERTS_SAVE_INPUT = 2
+} hr_experts_save;
+
+typedef struct hr_experts_config {
+    size_t size;              /* sizeof(hr_experts_config) */
+    hr_activation activation; /* HR_SILU, HR_GELU_TANH, HR_RELU_SQUARED or HR_SWIGLU_ALPHA */
+    hr_dtype dtype;           /* f32, bf16 or f16: of x, y, biases, their gradients, what is kept */
+    hr_dtype weight_dtype;    /* f32, or dtype: of weight and dweight */
+    int32_t gated;            /* 1: act(gate) * up. 0: there is no up */
+    int32_t transposed;       /* 1: matrices are [inputs, outputs] */
+    int32_t interleaved;      /* 1: gate and up alternate, gate first. 0: all of gate come first */
+    double alpha;             /* above 0, finite: of HR_SWIGLU_ALPHA; 1.702 for gpt-oss */
+    double limit;             /* above 0, finite; 0: there is none */
+    int64_t tile_rows;        /* rows taken at a time, >= 0. 0: 512 */
+    int32_t allow_tf32;       /* this and the next two: as in hr_gemm_config */
+    int32_t allow_reduced_precision_reduction;
+    int32_t deterministic;
+    int32_t reserved; /* 0 */
+} hr_experts_config;
+
+#define HR_EXPERTS_CONFIG_INIT                                                                 \
+    {                                                                                          \
+        sizeof(hr_experts_config), HR_SILU, HR_F32, HR_F32, 1, 0, 0, 1.702, 0.0, 0, 0, 0, 0, 0 \
+    }
+
+typedef struct hr_experts_sizes {
+    int64_t tokens, slots;    /* 0 or more; 1 or more. Rows, their product: below 2^31 */
+    int64_t experts;          /* 1 or more, below 2^30 */
+    int64_t hidden, features; /* 1 or more. width: 2 * features if gated, else features */
+} hr_experts_sizes;
+
+/* Stacks of matrices, which are only read: a matrix is that of expert 0, and `pitch` elements lead
+ * from it to the next. In hr_experts_config.dtype, or in f32: then each is rounded when its expert's
+ * turn comes. HR_DENSE only; other formats return HR_UNSUPPORTED. */
+typedef struct hr_experts_params {
+    hr_matrix gate_up;                 /* [width, hidden]; transposed: [hidden, width] */
+    hr_matrix down;                    /* [hidden, features]; transposed: [features, hidden] */
+    int64_t gate_up_pitch, down_pitch; /* not less than a matrix takes */
+    const void *gate_up_bias;          /* [experts, width], or NULL */
+    const void *down_bias;             /* [experts, hidden], or NULL */
+} hr_experts_params;
+
+/* Gradients, which are written, not added to: of the shapes of the stacks, dense and in the dtype of
+ * each. NULL: not wanted. */
+typedef struct hr_experts_grads {
+    void *gate_up, *down, *gate_up_bias, *down_bias;
+} hr_experts_grads;
+
+/* What forward keeps for backward, in the order of hr_route(): dense rows of config->dtype. NULL: not
+ * kept. Rows that are dropped are not written. */
+typedef struct hr_experts_saved {
+    void *gate_up;   /* [rows, width] */
+    void *activated; /* [rows, features]: h */
+} hr_experts_saved;
+
+/* The gradients that backward is to compute: a sum of these. */
+typedef enum hr_experts_wanted {
+    HR_EXPERTS_X = 1,
+    HR_EXPERTS_WEIGHT = 2,
+    HR_EXPERTS_GATE_UP = 4,
+    HR_EXPERTS_GATE_UP_BIAS = 8,
+    HR_EXPERTS_DOWN = 16,
+    HR_EXPERTS_DOWN_BIAS = 32
+} hr_experts_wanted;
+
+typedef struct hr_experts_needs {
+    size_t gate_up, activated;                    /* bytes to keep; 0: not needed */
+    size_t forward_workspace, backward_workspace; /* bytes */
+    int64_t tile_rows;                            /* the ones that are used */
+    int32_t reads_x;                              /* whether backward reads x */
+} hr_experts_needs;
+
+/*
+ * hr_experts_query: says what to keep and how much workspace to allocate, which no routing changes.
+ * `wanted` is a sum of hr_experts_wanted; 0 is inference, which keeps nothing.
+ *
+ * needs   out: host
+ * params  in: host. Of the memory that it points to nothing is read
+ *
+ * Errors: HR_UNSUPPORTED for a matrix of few bits, and on CUDA while a stream is captured: a graph
+ * would repeat the products for the routing of the capture.
+ */
+HR_API hr_status hr_experts_query(hr_experts_needs *needs, const hr_experts_sizes *sizes,
+                                  hr_experts_save save, uint32_t wanted,
+                                  const hr_experts_params *params, const hr_experts_config *config,
+                                  const hr_exec *exec);
+
+/*
+ * hr_experts_forward:
+ *
+ * y             out: [tokens, hidden], dense
+ * saved         out: host struct of the buffers to fill. NULL: nothing is kept
+ * x             in: [tokens, hidden]
+ * weight        in: [tokens * slots] of config->weight_dtype
+ * order         in: what hr_route() wrote
+ * offsets_host  in: host: what it wrote, copied to the host on CUDA
+ * params        in: host struct
+ * sizes         in: host struct
+ * workspace     at a multiple of 16 bytes, of as many bytes as hr_experts_query() says
+ *
+ * Errors: as for hr_experts_query, and what hr_gemm returns where a device has no library of
+ * products.
+ */
+HR_API hr_status hr_experts_forward(void *y, const hr_experts_saved *saved, const hr_rows *x,
+                                    const void *weight, const int32_t *order,
+                                    const int32_t *offsets_host, const hr_experts_params *params,
+                                    const hr_experts_sizes *sizes, const hr_experts_config *config,
+                                    void *workspace, size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_experts_backward: from the gradient dy of y to those of x, the weights and the stacks. It
+ * writes neither what was kept nor dy, so it can run again.
+ *
+ * dx         out: [tokens, hidden], dense; or NULL
+ * dweight    out: like weight; or NULL
+ * grads      out: host struct; NULL: none
+ * dy         in: [tokens, hidden]
+ * x          in: as in the forward call; NULL if hr_experts_query() says that it is not read
+ * saved      in: what the forward call kept; NULL: nothing
+ * the others as in the forward call
+ *
+ * Errors: as for hr_experts_forward.
+ */
+HR_API hr_status hr_experts_backward(void *dx, void *dweight, const hr_experts_grads *grads,
+                                     const hr_rows *dy, const hr_rows *x, const void *weight,
+                                     const int32_t *order, const int32_t *offsets_host,
+                                     const hr_experts_saved *saved, const hr_experts_params *params,
+                                     const hr_experts_sizes *sizes, const hr_experts_config *config,
+                                     void *workspace, size_t workspace_bytes, const hr_exec *exec);
 
 /* ---- Divergences ----------------------------------------------------------------------------- */
 

@@ -7,7 +7,7 @@ gradient would be lost. :func:`differentiable` is for ops with one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ def by_name(name: str) -> Callable[..., Any]:
     return lambda **given: op(*[given[each] for each in names])
 
 
-def register_fake(name: str, fake: Callable[..., Any]) -> None:
+def register_fake(name: str, fake: Callable[..., Any], on_host: Collection[str] = ()) -> None:
     """Gives ``headroom::name`` its fake, which takes arguments by their names in the schema, and
-    refuses tensors on several devices, as the op does.
+    refuses tensors on several devices, as the op does, but for those that it wants on the host.
 
     A tensor on "meta" would else let the fake run on real ones, and return memory that nobody
     wrote.
@@ -56,7 +56,7 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
 
     def on_one_device(*args: Any, **options: Any) -> Any:
         named = bound(args, options)
-        given = {key: x for key, x in named.items() if isinstance(x, Tensor)}
+        given = {key: x for key, x in named.items() if isinstance(x, Tensor) and key not in on_host}
         first = next(iter(given), "")
         for key, tensor in given.items():
             device = given[first].device
@@ -227,6 +227,7 @@ def differentiable(
     save: Callable[[Any, dict[str, Any], dict[str, Tensor]], None],
     backward: Callable[[Any, dict[str, Tensor | None], dict[str, bool]], dict[str, Tensor | None]],
     flops: Callable[..., int] | None = None,
+    on_host: Collection[str] = (),
 ) -> None:
     """Gives ``headroom::name`` its fake, its gradient and its count of floating-point operations.
     Arguments and results are known by their names in the schema.
@@ -246,8 +247,9 @@ def differentiable(
             arguments need one, and returns these. It reads ``ctx.saved_tensors`` once, because each
             reading unpacks them again.
         flops: as in :func:`register_flops`. None for ops that multiply no matrices.
+        on_host: as in :func:`register_fake`.
     """
-    register_fake(name, fake)
+    register_fake(name, fake, on_host)
     kernel = _autograd_kernel(name, save, backward)
     _library.impl(name, kernel, "Autograd", with_keyset=True)
     if flops is not None:
@@ -263,12 +265,15 @@ def no_second_derivative(name: str) -> RuntimeError:
     )
 
 
-def refuse_derivative(name: str, *, fake: Callable[..., Any]) -> None:
+def refuse_derivative(
+    name: str, *, fake: Callable[..., Any], on_host: Collection[str] = ()
+) -> None:
     """Gives ``headroom::name``, which computes a gradient, its fake and, as its own derivative, an
     error. So ``create_graph=True`` works until someone asks for the second derivative.
+    ``on_host`` is as in :func:`register_fake`.
     """
 
     def backward(*_: Any) -> Any:
         raise no_second_derivative(name)
 
-    differentiable(name, fake=fake, save=lambda *_: None, backward=backward)
+    differentiable(name, fake=fake, save=lambda *_: None, backward=backward, on_host=on_host)

@@ -17,6 +17,7 @@ from .adamw8bit import adamw8bit_
 from .cross_entropy import cross_entropy
 from .divergence import divergence
 from .dynamic_map import dynamic_map
+from .experts import experts
 from .gemm import gemm
 from .glu import glu
 from .linear import linear
@@ -45,6 +46,7 @@ __all__ = [
     "dequantize_matrix",
     "divergence",
     "dynamic_map",
+    "experts",
     "gemm",
     "glu",
     "grad_norm",

@@ -84,6 +84,26 @@ def _mlp(given: dict[str, Any], device: str) -> Sizes:
     return [] if found is None else [(found["dy" in given], "temporaries")]
 
 
+@workspace_of("experts", "experts_backward")
+def _experts(given: dict[str, Any], device: str) -> Sizes:
+    backward = "dy" in given
+    x, weight, down = given["dy" if backward else "x"], given["weight"], given["down"]
+    found = _workspace(
+        "experts_workspace",
+        given,
+        **dict(zip(("tokens", "slots"), weight.shape)),
+        experts=down.shape[0],
+        hidden=x.shape[-1],
+        features=down.shape[1 if given["transposed"] else 2],
+        dtype=FLOATS.index(x.dtype),
+        weight_dtype=FLOATS.index(weight.dtype),
+        gate_up_dtype=FLOATS.index(given["gate_up"].dtype),
+        down_dtype=FLOATS.index(down.dtype),
+        is_cuda=device == "cuda",
+    )
+    return [] if found is None else [(found[backward], "temporaries")]
+
+
 def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -> Sizes:
     hidden, weight = given["hidden"], given["weight"]
     major, minor = capability()

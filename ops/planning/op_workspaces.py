@@ -70,6 +70,8 @@ def left_out() -> list[str]:
 
 _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
+    "headroom::experts",
+    "headroom::experts_backward",
     "headroom::gemm",
     "headroom::gemm_",
     "headroom::linear_quantized",

@@ -7,12 +7,16 @@ import torch.nn.functional as F
 from headroom._core.rows import autocast
 
 TARGET = torch.tensor([1, 0, 2])
+WEIGHT = torch.ones(3, 1)
 OPS = {  # of an input and a square weight
     "linear_cross_entropy": lambda x, w: headroom.linear_cross_entropy(x, w, TARGET),
     "linear_log_prob": lambda x, w: headroom.linear_log_prob(x, w, TARGET),
     "linear_distillation_loss": lambda x, w: headroom.linear_distillation_loss(x, w, x, w),
     "gemm": headroom.functional.gemm,
     "mlp_block": lambda x, w: headroom.nn.functional.mlp_block(x, w[0], torch.cat((w, w)), w),
+    "experts": lambda x, w: headroom.functional.experts(
+        x, TARGET[:, None] % 1, WEIGHT, torch.cat((w, w))[None], w[None]
+    ),
 }
 
 

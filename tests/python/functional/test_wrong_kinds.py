@@ -6,7 +6,16 @@ import headroom
 import pytest
 import torch
 from headroom import functional
-from headroom.functional import cross_entropy, divergence, gemm, glu, layer_norm, rms_norm, rope
+from headroom.functional import (
+    cross_entropy,
+    divergence,
+    experts,
+    gemm,
+    glu,
+    layer_norm,
+    rms_norm,
+    rope,
+)
 from headroom.loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
 from headroom.nn.functional import mlp_block
 
@@ -45,6 +54,19 @@ CALLS = {
             "norm_weight": torch.ones(6),
         },
         3,
+    ),
+    "experts": (
+        experts,
+        {
+            "x": X,
+            "index": torch.tensor([[0, 1], [1, 0], [1, 1], [0, 2]]),
+            "weight": torch.rand(4, 2),
+            "gate_up": torch.randn(2, 6, 6),
+            "down": torch.randn(2, 6, 3),
+            "gate_up_bias": torch.randn(2, 6),
+            "down_bias": torch.randn(2, 6),
+        },
+        5,
     ),
 }
 
@@ -122,6 +144,8 @@ REFUSED = [
     (rope, {"offset": 1.5}, TypeError),
     (gemm, {"transpose_a": 2}, TypeError),
     (mlp_block, {"residual": "x"}, TypeError),
+    (experts, {"transposed": 1}, TypeError),
+    (experts, {"alpha": "x"}, TypeError),
 ]
 
 

@@ -23,6 +23,7 @@ from ctypes import (
 )
 
 from tests.python.fuzz import (
+    _experts,
     _linear,
     _linear_cross_entropy,
     _lora,
@@ -443,7 +444,7 @@ CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, 
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
 CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_matrices.CALLS, *_linear.CALLS, *_losses.CALLS)
-CALLS = (*CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS, *_lora.CALLS)
+CALLS = (*CALLS, *_mlp.CALLS, *_experts.CALLS, *_linear_cross_entropy.CALLS, *_lora.CALLS)
 
 
 def case(rng: random.Random) -> str:

@@ -13,6 +13,7 @@ from headroom.functional import (
     cross_entropy,
     dequantize_matrix,
     divergence,
+    experts,
     gemm,
     glu,
     layer_norm,
@@ -102,6 +103,20 @@ def _quantized(x):
 def _mlp_reference(x, norm_weight, gate_up, down):
     gate, up = (_rms_reference(x, norm_weight) @ gate_up.T.to(x.dtype) / 8).chunk(2, -1)
     return x + (F.silu(gate) * up) @ down.T.to(x.dtype) / 8
+
+
+def _index(x):
+    rows = torch.arange(len(x), device=x.device)
+    return torch.stack((rows % 3, (rows + 1) % 4), -1)  # of four experts
+
+
+def _experts_reference(x, weight, gate_up, down):
+    y = torch.zeros_like(x)
+    for e in range(4):
+        gate, up = (x @ gate_up[e].T.to(x.dtype) / 8).chunk(2, -1)
+        own = (weight.to(x.dtype) * (_index(x) == e)).sum(-1, keepdim=True)
+        y = y + own * ((F.silu(gate) * up) @ down[e].T.to(x.dtype) / 8)
+    return y
 
 
 _ROWS, _VECTOR, _FEATURES = (ROWS, COLS), (COLS,), 12
@@ -224,5 +239,11 @@ OPS = [
         lambda x, norm_weight, gate_up, down: mlp_block(x, norm_weight, gate_up / 8, down / 8),
         _mlp_reference,
         (_ROWS, _VECTOR, (2 * _FEATURES, COLS), (COLS, _FEATURES)),
+    ),
+    DifferentiableOp(
+        "experts",
+        lambda x, weight, gate_up, down: experts(x, _index(x), weight, gate_up / 8, down / 8),
+        _experts_reference,
+        (_ROWS, (ROWS, 2), (4, 2 * _FEATURES, COLS), (4, COLS, _FEATURES)),
     ),
 ]

@@ -6,6 +6,7 @@ import headroom
 import headroom.memory
 import pytest
 import torch
+from headroom.functional import experts
 from headroom.memory.cpu import CpuRecorder
 from headroom.nn.functional import mlp_block
 from headroom.planning import op_workspaces as module
@@ -135,6 +136,24 @@ def test_workspace_of_an_mlp_forward_and_backward(save):
             found = workspaces_of(func, given, kwargs, "cpu")
         assert sum(size for size, _ in found) == real > 0, func
     assert len(seen.calls) == 2
+
+
+@pytest.mark.parametrize("save", ["L0", "L2"])
+def test_workspace_of_experts_does_not_depend_on_the_routing(save):
+    gate_up, down = torch.randn(4, 32, 16).bfloat16(), torch.randn(4, 16, 16)
+    for index in (torch.arange(80).view(40, 2) % 4, torch.zeros(40, 2, dtype=torch.int64)):
+        with Seen() as seen:
+            x = torch.randn(40, 16).bfloat16().requires_grad_()
+            weight = torch.rand(40, 2)
+            y = experts(x, index, weight, gate_up.requires_grad_(), down, save=save)
+            y.square().sum().backward()
+        for func, args, kwargs in seen.calls:
+            real = measured(partial(func, *args, **kwargs))
+            with FakeTensorMode() as mode:
+                given = tree_map_only(torch.Tensor, mode.from_tensor, args)
+                found = workspaces_of(func, given, kwargs, "cpu")
+            assert sum(size for size, _ in found) == real > 0, func
+        assert len(seen.calls) == 2
 
 
 def test_large_operations_are_not_run(monkeypatch):

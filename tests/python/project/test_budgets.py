@@ -30,6 +30,8 @@ REGISTERS = {
     # Two blocks to a multiprocessor: with so many instructions per element, loads take less long.
     "divergence_backward_kernel": 128,
     "divergence_forward_kernel": 128,
+    # Gate and up, their gradients, h and q of 8 elements; blocks of 128 threads, a row each.
+    "experts_activate_kernel": 128,
     "momentum_codes_kernel": 80,
     # Two blocks to a multiprocessor, for which a tile in shared memory leaves room.
     "muon_momentum_kernel": 128,
@@ -59,6 +61,9 @@ SCALAR = {
     "cross_entropy_reduce_kernel",
     "cross_entropy_stray_kernel",  # a target a thread and turn
     "dequantize_blocks_kernel",
+    "experts_bias_kernel",  # a column a lane
+    "experts_count_kernel",  # the expert of a row a thread and turn
+    "experts_place_kernel",
     "gemm_finish_kernel",  # beside a product
     "list_count_kernel",
     # A thread an element or a row; all of it is little beside the products that it lies between.
@@ -164,9 +169,11 @@ def test_every_kernel_over_elements_has_a_budget(resources):
     names = {kernel_name(symbol) for _, symbol in resources}
     without = names - SCALAR - {row.kernel for row in ROWS}
     # In a turn of linear_few_kernel some threads load x for all: it has no bytes per element. Those
-    # of Muon have one loop for all types, and newton_schulz_scale_kernel has none.
+    # of Muon have one loop for all types, and newton_schulz_scale_kernel has none. Those of experts
+    # lie between products of the same rows, each of which takes tens of times as long.
     muon = {"muon_momentum_kernel", "muon_update_kernel", "newton_schulz_scale_kernel"}
-    assert without == {"linear_few_kernel", *muon}
+    experts = {f"experts_{name}_kernel" for name in ("activate", "add", "gather")}
+    assert without == {"linear_few_kernel", *muon, *experts}
 
 
 def test_registers(resources):

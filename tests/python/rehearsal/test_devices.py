@@ -88,6 +88,18 @@ def mlp_block(device):
     )
 
 
+def experts(device):
+    torch.manual_seed(0)
+    x, weight, index = torch.randn(5, 16), torch.rand(5, 2), torch.arange(10).view(5, 2) % 3
+    gate_up, down = torch.randn(3, 48, 16), torch.randn(3, 16, 24)
+    return gradients_of(
+        lambda x, weight, gate_up, down: headroom.functional.experts(
+            x, index.to(device), weight, gate_up, down
+        ),
+        *(t.to(device) for t in (x, weight, gate_up, down)),
+    )
+
+
 def transformer(device):
     torch.manual_seed(0)
     config = headroom.nn.TransformerConfig(
@@ -123,6 +135,7 @@ SCENARIOS = {
     "accumulator": accumulated,
     "fused loss": fused_loss,
     "mlp block": mlp_block,
+    "experts": experts,
     "transformer": transformer,
     "quantized linear": quantized_linear,
 }

@@ -1,0 +1,266 @@
+/* experts_plan.c: checks the arguments of experts, and says what lies where in the workspace. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "capi/check/matrix.h"
+#include "capi/check/rows.h"
+#include "capi/nn/experts_call.h"
+
+#define TILE_ROWS 512
+
+#define MOST_ROWS    (INT64_C(1) << 31) /* less, for numbers of rows have 32 bits */
+#define MOST_EXPERTS (INT64_C(1) << 30)
+#define MOST         (INT64_C(1) << 56) /* elements of a matrix */
+
+static hr_status check_sizes(const char *function, const hr_experts_sizes *s)
+{
+    HR_REQUIRE(s, "%s: sizes is NULL", function);
+    HR_REQUIRE(s->tokens >= 0, "%s: sizes->tokens is %" PRId64 ", wanted 0 or more", function,
+               s->tokens);
+    HR_REQUIRE(s->slots >= 1, "%s: sizes->slots is %" PRId64 ", wanted 1 or more", function,
+               s->slots);
+    HR_REQUIRE(s->tokens == 0 || s->slots <= (MOST_ROWS - 1) / s->tokens,
+               "%s: sizes->tokens is %" PRId64 " and sizes->slots %" PRId64
+               ", wanted fewer than 2^31 rows",
+               function, s->tokens, s->slots);
+    HR_REQUIRE(s->experts >= 1 && s->experts < MOST_EXPERTS,
+               "%s: sizes->experts is %" PRId64 ", wanted from 1 to less than 2^30", function,
+               s->experts);
+    HR_REQUIRE(s->hidden >= 1, "%s: sizes->hidden is %" PRId64 ", wanted 1 or more", function,
+               s->hidden);
+    HR_REQUIRE(s->features >= 1, "%s: sizes->features is %" PRId64 ", wanted 1 or more", function,
+               s->features);
+    const int64_t longest = s->tokens * s->slots > s->experts ? s->tokens * s->slots : s->experts;
+    HR_REQUIRE(s->hidden <= MOST / s->features / 2 && s->features <= MOST / longest &&
+                   s->hidden <= MOST / longest && s->hidden * s->features <= MOST / s->experts,
+               "%s: sizes->hidden is %" PRId64 " and sizes->features %" PRId64
+               ", wanted at most 2^56 elements of rows, and of a stack",
+               function, s->hidden, s->features);
+    return HR_OK;
+}
+
+static hr_status check_config(const char *function, hr_experts_config *own,
+                              const hr_experts_config *config)
+{
+    HR_REQUIRE(config, "%s: config is NULL", function);
+    HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
+                          offsetof(hr_experts_config, reserved) + sizeof own->reserved,
+                          "HR_EXPERTS_CONFIG_INIT"));
+    HR_REQUIRE(own->activation == HR_SILU || own->activation == HR_GELU_TANH ||
+                   own->activation == HR_RELU_SQUARED || own->activation == HR_SWIGLU_ALPHA,
+               "%s: config->activation is %d, wanted HR_SILU (0), HR_GELU_TANH (2), "
+               "HR_RELU_SQUARED (4) or HR_SWIGLU_ALPHA (5)",
+               function, (int)own->activation);
+    HR_TRY(hr_check_float(function, "config->dtype", own->dtype));
+    HR_REQUIRE(own->weight_dtype == HR_F32 || own->weight_dtype == own->dtype,
+               "%s: config->weight_dtype is %s, wanted f32 or config->dtype (%s)", function,
+               hr_dtype_name(own->weight_dtype), hr_dtype_name(own->dtype));
+    const struct {
+        const char *name;
+        int32_t value;
+    } flags[] = {{"gated", own->gated},
+                 {"transposed", own->transposed},
+                 {"interleaved", own->interleaved},
+                 {"allow_tf32", own->allow_tf32},
+                 {"allow_reduced_precision_reduction", own->allow_reduced_precision_reduction},
+                 {"deterministic", own->deterministic}};
+    for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++)
+        HR_TRY(hr_check_flag(function, flags[i].name, flags[i].value));
+    HR_REQUIRE(!own->interleaved || own->gated,
+               "%s: config->interleaved is 1, wanted 0 without config->gated", function);
+    HR_REQUIRE((float)own->alpha > 0.0f && isfinite((float)own->alpha),
+               "%s: config->alpha is %g, wanted a finite binary32 above 0", function, own->alpha);
+    HR_REQUIRE((own->limit == 0.0 || (float)own->limit > 0.0f) && isfinite((float)own->limit),
+               "%s: config->limit is %g, wanted a finite binary32 above 0, or 0 for none", function,
+               own->limit);
+    HR_REQUIRE(own->tile_rows >= 0, "%s: config->tile_rows is %" PRId64 ", wanted 0 or more",
+               function, own->tile_rows);
+    HR_REQUIRE(own->reserved == 0, "%s: config->reserved is %" PRId32 ", wanted 0", function,
+               own->reserved);
+    return HR_OK;
+}
+
+static hr_status check_stack(const experts_call *call, const char *name, hr_matrix *own,
+                             int64_t pitch, int64_t outputs, int64_t inputs)
+{
+    const char *const function = call->function;
+    const hr_matrix given = *own;
+    HR_TRY(hr_check_matrix(function, own, &given, 0));
+    if (!HR_CHECK_PASSES(own->format == HR_DENSE))
+        return hr_fail(HR_UNSUPPORTED,
+                       "%s: params->%s has format %d, wanted HR_DENSE (0): stacks of few bits are "
+                       "not supported yet",
+                       function, name, (int)own->format);
+    HR_REQUIRE(own->dtype == call->config.dtype || own->dtype == HR_F32,
+               "%s: params->%s is %s, wanted %s or f32", function, name, hr_dtype_name(own->dtype),
+               hr_dtype_name(call->config.dtype));
+    const int64_t rows = call->config.transposed ? inputs : outputs;
+    const int64_t cols = call->config.transposed ? outputs : inputs;
+    HR_REQUIRE(own->rows == rows && own->cols == cols,
+               "%s: params->%s is [%" PRId64 ", %" PRId64 "], wanted [%" PRId64 ", %" PRId64 "]",
+               function, name, own->rows, own->cols, rows, cols);
+    const int64_t least = (rows - 1) * own->stride + cols;
+    HR_REQUIRE(call->sizes.experts == 1 ||
+                   (pitch >= least && pitch <= 8 * (MOST / call->sizes.experts)),
+               "%s: params->%s_pitch is %" PRId64 ", wanted %" PRId64
+               " or more, and at most 2^59 elements in all",
+               function, name, pitch, least);
+    return HR_OK;
+}
+
+hr_status experts_begin(experts_call *call, const hr_experts_sizes *sizes,
+                        const hr_experts_params *params, const hr_experts_config *config,
+                        const hr_exec *exec)
+{
+    const char *const function = call->function;
+    call->config = (hr_experts_config)HR_EXPERTS_CONFIG_INIT;
+    HR_TRY(check_sizes(function, sizes));
+    HR_TRY(check_config(function, &call->config, config));
+    HR_TRY(hr_check_exec(function, exec));
+    HR_REQUIRE(params, "%s: params is NULL", function);
+    call->sizes = *sizes;
+    call->params = *params;
+    call->exec = exec;
+    call->rows = sizes->tokens * sizes->slots;
+    call->width = call->config.gated ? 2 * sizes->features : sizes->features;
+    call->element = hr_dtype_size(call->config.dtype);
+    const int64_t tile = call->config.tile_rows > 0 ? call->config.tile_rows : TILE_ROWS;
+    call->tile = tile < call->rows ? tile : call->rows > 0 ? call->rows : 1;
+    HR_TRY(check_stack(call, "gate_up", &call->params.gate_up, params->gate_up_pitch, call->width,
+                       sizes->hidden));
+    HR_TRY(check_stack(call, "down", &call->params.down, params->down_pitch, sizes->hidden,
+                       sizes->features));
+    int captured = 0;
+    HR_ON_DEVICE(exec, experts_capture, &captured);
+    if (!HR_CHECK_PASSES(!captured))
+        return hr_fail(HR_UNSUPPORTED,
+                       "%s: exec->stream is being captured, but a graph would repeat the products "
+                       "for the routing of its capture: leave experts out of CUDA graphs",
+                       function);
+    return HR_OK;
+}
+
+hr_status experts_check_call(experts_call *call, const hr_rows *x, const void *weight,
+                             const int32_t *order, const int32_t *offsets_host,
+                             const hr_experts_saved *saved)
+{
+    const char *const function = call->function;
+    const hr_experts_sizes *const s = &call->sizes;
+    const hr_dtype dtype = call->config.dtype;
+    HR_TRY(hr_check_rows(function, "x", x, s->tokens, s->hidden, dtype));
+    HR_REQUIRE(weight || call->rows == 0, "%s: weight is NULL", function);
+    HR_TRY(hr_check_vector(function, "weight", weight, call->config.weight_dtype));
+    HR_REQUIRE(order || call->rows == 0, "%s: order is NULL", function);
+    HR_TRY(hr_check_vector(function, "order", order, HR_F32));
+    HR_REQUIRE(offsets_host, "%s: offsets_host is NULL", function);
+    HR_TRY(hr_check_vector(function, "offsets_host", offsets_host, HR_F32));
+    HR_REQUIRE(offsets_host[0] == 0, "%s: offsets_host[0] is %" PRId32 ", wanted 0", function,
+               offsets_host[0]);
+    for (int64_t e = 0; e < s->experts; e++)
+        HR_REQUIRE(offsets_host[e + 1] >= offsets_host[e] && offsets_host[e + 1] <= call->rows,
+                   "%s: offsets_host[%" PRId64 "] is %" PRId32 ", wanted %" PRId32 " to %" PRId64,
+                   function, e + 1, offsets_host[e + 1], offsets_host[e], call->rows);
+    HR_TRY(hr_check_vector(function, "params->gate_up_bias", call->params.gate_up_bias, dtype));
+    HR_TRY(hr_check_vector(function, "params->down_bias", call->params.down_bias, dtype));
+    if (saved)
+        call->saved = *saved;
+    HR_TRY(hr_check_vector(function, "saved->gate_up", call->saved.gate_up, dtype));
+    HR_TRY(hr_check_vector(function, "saved->activated", call->saved.activated, dtype));
+    call->x = hr_rows_or_none(x);
+    call->weight = weight;
+    call->order = order;
+    call->offsets = offsets_host;
+    return HR_OK;
+}
+
+hr_status experts_check_workspace(experts_call *call, void *workspace, size_t bytes)
+{
+    HR_REQUIRE(bytes >= call->layout.bytes, "%s: workspace_bytes is %zu, wanted %zu",
+               call->function, bytes, call->layout.bytes);
+    HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
+               "%s: workspace is at %p, wanted a multiple of 16 bytes", call->function, workspace);
+    const size_t past = (uintptr_t)workspace % EXPERTS_ALIGNMENT;
+    call->workspace = (char *)workspace + (past ? EXPERTS_ALIGNMENT - past : 0);
+    return HR_OK;
+}
+
+/* ---- Where things lie ------------------------------------------------------------------------ */
+
+int experts_reads_x(uint32_t wanted, int keeps_gate_up)
+{
+    return (wanted & HR_EXPERTS_GATE_UP) || ((wanted & EXPERTS_INNER) && !keeps_gate_up);
+}
+
+static size_t take(experts_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
+{
+    if (!wanted)
+        return EXPERTS_NONE;
+    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
+    layout->bytes += (bytes + EXPERTS_ALIGNMENT - 1) / EXPERTS_ALIGNMENT * EXPERTS_ALIGNMENT;
+    return at;
+}
+
+/* What both passes have: matrices in another dtype, sums of tokens, and scratch memory of products. */
+static hr_status finish(experts_call *call, int sums)
+{
+    experts_layout *const layout = &call->layout;
+    const hr_experts_sizes *const s = &call->sizes;
+    const hr_dtype dtype = call->config.dtype;
+    layout->gate_up_matrix =
+        take(layout, call->params.gate_up.dtype != dtype, call->width, s->hidden, call->element);
+    layout->down_matrix =
+        take(layout, call->params.down.dtype != dtype, s->hidden, s->features, call->element);
+    layout->out = take(layout, sums, call->tile, s->hidden, sizeof(float));
+    layout->sums = take(layout, sums && dtype != HR_F32, s->tokens, s->hidden, sizeof(float));
+    const hr_gemm_config config = experts_gemm_config(call);
+    const hr_status status = hr_gemm_workspace(&layout->product_bytes, call->tile, call->width,
+                                               s->hidden, &config, call->exec);
+    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
+    layout->bytes += EXPERTS_ALIGNMENT;
+    return status;
+}
+
+static const experts_layout nothing = {.x = EXPERTS_NONE,
+                                       .dy = EXPERTS_NONE,
+                                       .gate_up = EXPERTS_NONE,
+                                       .gate_up_grads = EXPERTS_NONE,
+                                       .inner = EXPERTS_NONE,
+                                       .q = EXPERTS_NONE,
+                                       .gate_up_sum = EXPERTS_NONE,
+                                       .down_sum = EXPERTS_NONE,
+                                       .bias_sum = EXPERTS_NONE};
+
+hr_status experts_plan_forward(experts_call *call, int keeps_gate_up, int keeps_activated)
+{
+    const hr_experts_sizes *const s = &call->sizes;
+    experts_layout *const layout = &call->layout;
+    *layout = nothing;
+    layout->x = take(layout, 1, call->tile, s->hidden, call->element);
+    layout->gate_up = take(layout, !keeps_gate_up, call->tile, call->width, call->element);
+    layout->inner = take(layout, !keeps_activated, call->tile, s->features, call->element);
+    return finish(call, 1);
+}
+
+hr_status experts_plan_backward(experts_call *call, uint32_t wanted, int keeps_gate_up)
+{
+    const hr_experts_sizes *const s = &call->sizes;
+    experts_layout *const layout = &call->layout;
+    *layout = nothing;
+    const int inner = (wanted & EXPERTS_INNER) != 0, several = call->rows > call->tile;
+    layout->dy = take(layout, inner, call->tile, s->hidden, call->element);
+    layout->x =
+        take(layout, experts_reads_x(wanted, keeps_gate_up), call->tile, s->hidden, call->element);
+    layout->gate_up_grads = take(layout, inner, call->tile, call->width, call->element);
+    layout->gate_up = keeps_gate_up ? EXPERTS_NONE : layout->gate_up_grads;
+    layout->q = take(layout, inner, call->tile, s->features, sizeof(float));
+    layout->inner = take(layout, wanted & HR_EXPERTS_DOWN, call->tile, s->features, call->element);
+    layout->gate_up_sum = take(
+        layout, several && (wanted & HR_EXPERTS_GATE_UP) && call->params.gate_up.dtype != HR_F32,
+        call->width, s->hidden, sizeof(float));
+    layout->down_sum =
+        take(layout, several && (wanted & HR_EXPERTS_DOWN) && call->params.down.dtype != HR_F32,
+             s->hidden, s->features, sizeof(float));
+    layout->bias_sum =
+        take(layout, several && (wanted & HR_EXPERTS_GATE_UP_BIAS), 1, call->width, sizeof(double));
+    return finish(call, wanted & HR_EXPERTS_X);
+}

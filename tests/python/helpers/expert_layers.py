@@ -1,0 +1,162 @@
+"""Calls of experts: their cases, their tensors, and the same in torch, one expert after another."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from headroom.functional import experts
+
+TOKENS, SLOTS, EXPERTS, HIDDEN, FEATURES = 37, 3, 6, 40, 24
+SAVES = ("L0", "L1", "L2")
+NAMES = ("x", "weight", "gate_up", "down", "gate_up_bias", "down_bias")
+
+# Options of experts, and whether a case has biases: families of transformers.
+CASES = {
+    "mixtral": {},
+    "gemma4": {"activation": "gelu_tanh", "biases": True},
+    "nemotron": {"activation": "relu_squared", "gated": False},
+    "gpt_oss": {
+        "activation": "swiglu_clamped",
+        "transposed": True,
+        "interleaved": True,
+        "limit": 1.0,
+        "biases": True,
+    },
+    "deepseek_v4": {"limit": 0.75},
+    "llama4": {"transposed": True},
+}
+
+
+def options_of(case):
+    return {name: value for name, value in CASES[case].items() if name != "biases"}
+
+
+def sample(case, dtype, device="cpu", tokens=TOKENS, index=None, weight=None):
+    """The tensors of a case by name, the experts of each token, and dy. Expert 3 has no rows, some
+    rows are dropped, and some tokens have an expert twice."""
+    generator = torch.Generator().manual_seed(tokens)
+    given = CASES[case]
+    width = FEATURES * (2 if given.get("gated", True) else 1)
+
+    def made(*shape, scale=1.0, dtype=dtype):
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    if index is None:
+        index = torch.randint(-1, EXPERTS + 1, (tokens, SLOTS), generator=generator)
+        index[index == 3] = 2
+    gate_up, down = made(EXPERTS, width, HIDDEN, scale=0.2), made(EXPERTS, HIDDEN, FEATURES)
+    if given.get("transposed"):
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    tensors = {
+        "x": made(tokens, HIDDEN),
+        "weight": made(*index.shape, dtype=weight or dtype).sigmoid(),
+        "gate_up": gate_up,
+        "down": down,
+    }
+    if given.get("biases"):
+        tensors |= {"gate_up_bias": made(EXPERTS, width), "down_bias": made(EXPERTS, HIDDEN)}
+    return tensors, index.to(device), made(tokens, HIDDEN)
+
+
+def function_of(case, index, **more):
+    def call(**tensors):
+        required = [tensors.pop(name) for name in ("x", "weight", "gate_up", "down")]
+        x, weight, gate_up, down = required
+        return experts(x, index, weight, gate_up, down, **tensors, **(options_of(case) | more))
+
+    return call
+
+
+def reference(x, index, weight, gate_up, down, gate_up_bias=None, down_bias=None, **options):
+    """In the dtype of x."""
+    gated, limit = options.get("gated", True), options.get("limit")
+    activation, y = options.get("activation", "silu"), torch.zeros_like(x)
+    if not options.get("transposed"):
+        gate_up, down = gate_up.mT, down.mT
+    for e in range(len(down)):
+        for slot in range(index.shape[1]):
+            tokens = (index[:, slot] == e).nonzero()[:, 0]
+            both = x[tokens] @ gate_up[e].to(x.dtype)
+            if gate_up_bias is not None:
+                both = both + gate_up_bias[e]
+            gate, up = both, None
+            if gated and options.get("interleaved"):
+                gate, up = both[:, ::2], both[:, 1::2]
+            elif gated:
+                gate, up = both.chunk(2, -1)
+            if limit is not None:
+                gate = gate.clamp(max=limit)
+                up = None if up is None else up.clamp(-limit, limit)
+            if activation == "swiglu_clamped":
+                h = gate * torch.sigmoid(options.get("alpha", 1.702) * gate)
+                up = up + 1
+            elif activation == "relu_squared":
+                h = F.relu(gate) ** 2
+            elif activation == "gelu_tanh":
+                h = F.gelu(gate, approximate="tanh")
+            else:
+                h = F.silu(gate)
+            out = (h if up is None else h * up) @ down[e].to(x.dtype)
+            if down_bias is not None:
+                out = out + down_bias[e]
+            y = y.index_add(0, tokens, (out * weight[tokens, slot, None]).to(x.dtype))
+    return y
+
+
+def grouped_mm(case, index):
+    """What transformers runs by default."""
+    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+
+    given = CASES[case]
+    activations = {"silu": F.silu, "relu_squared": lambda x: F.relu(x) ** 2}
+    own = SimpleNamespace(
+        num_experts=EXPERTS,
+        has_gate=given.get("gated", True),
+        has_bias=bool(given.get("biases")),
+        is_transposed=bool(given.get("transposed")),
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
+        act_fn=activations.get(
+            given.get("activation", "silu"), lambda x: F.gelu(x, approximate="tanh")
+        ),
+    )
+
+    def apply_gate(both):
+        if given.get("activation") != "swiglu_clamped":
+            return _default_apply_gate(own, both)
+        gate = both[..., ::2].clamp(max=given["limit"])
+        up = both[..., 1::2].clamp(-given["limit"], given["limit"])
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    own._apply_gate = apply_gate
+
+    def call(x, weight, gate_up, down, gate_up_bias=None, down_bias=None):
+        own.gate_up_proj = own.up_proj = gate_up
+        own.gate_up_proj_bias = own.up_proj_bias = gate_up_bias
+        own.down_proj, own.down_proj_bias = down, down_bias
+        return grouped_mm_experts_forward(own, x, index, weight)
+
+    return call
+
+
+def run(function, tensors, dy):
+    """The result and the gradients of all tensors, by name."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    y = function(**leaves)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
+    return {"y": y.detach()} | dict(zip(leaves, grads))
+
+
+def exact(case, index, tensors, dy):
+    double = {name: t.double() for name, t in tensors.items()}
+    return run(
+        lambda x, weight, **rest: reference(x, index, weight, **rest, **options_of(case)),
+        double,
+        dy.double(),
+    )
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, expected[name]), name
