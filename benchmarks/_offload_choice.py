@@ -29,7 +29,6 @@ DRAM = 164e9  # bytes/s
 DRAM_BYTES = 18  # that a step on the host reads and writes for each parameter, copies included
 PIECE = 16 << 20  # bytes of state, and of gradients, that are copied at once
 STATE = 4.03  # bytes per parameter: moments of 8 bits with their scales, and remainders of 16
-STEP_BYTES = 2 + 2 * (2 + STATE)  # that a step moves in the memory of the device
 MEASURED = Path(__file__).parent / "results" / "weights-cpu-2cores-avx512.json"
 
 
@@ -72,9 +71,9 @@ def rate_of_host() -> float:
 class Times:
     """The seconds of the parts of a step, and what the simulation says of copies beside them."""
 
-    def __init__(self, setting: Setting, model: torch.nn.Module) -> None:
+    def __init__(self, setting: Setting, model: torch.nn.Module, state: float = STATE) -> None:
         config: Any = model.config
-        self.setting, self.layers = setting, config.num_hidden_layers
+        self.setting, self.layers, self.state = setting, config.num_hidden_layers, state
         layer = model.get_submodule("model.layers.0")
         self.block = sum(p.numel() for p in layer.parameters())
         rest = sum(p.numel() for p in model.parameters()) - self.layers * self.block
@@ -103,11 +102,14 @@ class Times:
             for first in range(0, count, each):
                 yield min(each, count - first), 0.0 if first else seconds
 
+    def resident(self) -> float:
+        """Returns the seconds of a step whose states are on the device, which its memory takes."""
+        return sum(self.params) * (2 + 2 * (2 + self.state)) / self.setting.memory
+
     def paged(self, link: Link) -> float:
         """Returns the seconds that states add which pass through the device."""
-        counts, before = zip(*self.pieces(STATE))
-        seconds = sum(counts) * STEP_BYTES / self.setting.memory
-        sizes = [round(STATE * count) for count in counts]
+        counts, before = zip(*self.pieces(self.state))
+        sizes, seconds = [round(self.state * count) for count in counts], self.resident()
         return paged_step(
             sizes, seconds, link, before=before if self.setting.release else ()
         ).exposed

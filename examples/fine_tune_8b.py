@@ -3,6 +3,7 @@
     python examples/fine_tune_8b.py full torch         # transformers, fused AdamW of torch
     python examples/fine_tune_8b.py full others        # checkpoints, AdamW8bit of bitsandbytes
     python examples/fine_tune_8b.py full headroom      # blocks at L5, AdamW8bit, released gradients
+    python examples/fine_tune_8b.py full states        # the same, states on the host
     python examples/fine_tune_8b.py full streamed      # the same, weights and states on the host
     python examples/fine_tune_8b.py qlora others       # PEFT, 4 bits of bitsandbytes, checkpoints
     python examples/fine_tune_8b.py qlora headroom     # adapters over 4 bits, blocks at L5
@@ -59,6 +60,12 @@ def full_headroom(device="cuda", **more):
     return model, optimizer
 
 
+def full_states():
+    model, optimizer = full_headroom()
+    headroom.optim.offload(optimizer)
+    return model, optimizer
+
+
 def full_streamed():
     model, optimizer = full_headroom("cpu", weights="host")
     headroom.optim.offload(optimizer)
@@ -108,6 +115,7 @@ WAYS = {
     ("full", "torch"): full_torch,
     ("full", "others"): full_others,
     ("full", "headroom"): full_headroom,
+    ("full", "states"): full_states,
     ("full", "streamed"): full_streamed,
     ("qlora", "others"): qlora_others,
     ("qlora", "headroom"): qlora_headroom,

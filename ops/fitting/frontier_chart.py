@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from .._core import drawing
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
-MARKERS = ("o", "s", "^", "D")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", drawing.FAINT)  # Okabe and Ito's
+MARKERS = ("o", "s", "^", "D", "v")
 # Where a label may stand: the shift from its point in typographic points, and its alignment.
 PLACES = (
     (7, 5, "left", "bottom"),
@@ -42,9 +42,14 @@ class Series:
     is_frontier: bool = False
 
 
-def draw_frontier(path: str | os.PathLike[str], title: str, series: Sequence[Series]) -> None:
+def draw_frontier(
+    path: str | os.PathLike[str],
+    title: str,
+    series: Sequence[Series],
+    budgets: Sequence[tuple[float, str]] = (),
+) -> None:
     """Writes a PNG with the peaks of all series against their times. A label for which there is no
-    room beside its point is left out.
+    room beside its point is left out. Budgets are lines at so many bytes, with their names.
 
     Raises:
         ValueError: no series has a point.
@@ -77,8 +82,16 @@ def draw_frontier(path: str | os.PathLike[str], title: str, series: Sequence[Ser
     if len(series) > 1:
         axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
     drawing.plain_axes(axes, title)
+    top, lines = axes.get_ylim()[1], []
+    for size, words in budgets:
+        axes.axvline(size / unit, color=drawing.FAINT, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.annotate(
+            drawing.safe_text(words), (size / unit, 0), xytext=(-3, 5), textcoords="offset points",
+            rotation=90, ha="right", va="bottom", fontsize=8.5, color=drawing.FAINT,
+        )  # fmt: skip
+        lines.append(((size / unit, 0), (size / unit, top)))
     figure.draw_without_rendering()  # settles the layout, which the labels are placed in
-    label_points(figure, axes, placed)
+    label_points(figure, axes, placed, lines)
     drawing.save_png(figure, path)
 
 
