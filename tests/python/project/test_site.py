@@ -144,6 +144,8 @@ def test_a_link_that_leads_nowhere_is_a_warning(mkdocs, tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     for name in (".ci", "docs", "benchmarks", "examples", "capi", "tests/loops"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("ops", "tests/python"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs" / "new.md").write_text("# New\n\n[nothing](plan.md#no-such-heading)\n")
     config = tmp_path / "mkdocs.yml"
     site = tmp_path / "site"
