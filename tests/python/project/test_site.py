@@ -142,8 +142,10 @@ def test_no_page_is_wider_than_a_phone(built):
 def test_a_link_that_leads_nowhere_is_a_warning(mkdocs, tmp_path):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in (".ci", "docs", "benchmarks", "examples", "capi", "tests/loops"):
+    folders = [".ci", "docs", "benchmarks", "examples", "capi"]
+    for name in [*folders, "tests/loops", "tests/python/project"]:
         shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "ops").symlink_to(ROOT / "ops")
     (tmp_path / "docs" / "new.md").write_text("# New\n\n[nothing](plan.md#no-such-heading)\n")
     config = tmp_path / "mkdocs.yml"
     site = tmp_path / "site"
