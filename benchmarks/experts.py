@@ -27,7 +27,7 @@ class Mixture(NamedTuple):
     weight: Tensor
     gate_up: Tensor
     down: Tensor
-    index: Tensor
+    chosen: Tensor
     dy: Tensor
 
     @property
@@ -75,7 +75,7 @@ def headroom_experts(save: str) -> Callable[[Mixture], Tensor]:
     def mixture(d: Mixture) -> Tensor:
         from headroom.functional import experts
 
-        return experts(d.x, d.index, d.weight, d.gate_up, d.down, save=save)
+        return experts(d.x, d.chosen, d.weight, d.gate_up, d.down, save=save)
 
     return mixture
 
@@ -98,7 +98,7 @@ def grouped_mm(d: Mixture) -> Tensor:
         _is_expert_parallel=False,
         _apply_gate=apply_gate,
     )
-    return grouped_mm_experts_forward(module, d.x, d.index, d.weight)  # pyright: ignore
+    return grouped_mm_experts_forward(module, d.x, d.chosen, d.weight)  # pyright: ignore
 
 
 CONTENDERS = {
@@ -142,7 +142,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 def kept_bytes(mixture: Callable[[Mixture], Tensor], d: Mixture) -> int:
     """What autograd holds between the passes, without the stacks."""
     kept: list[Tensor] = []
-    stacks = {t.untyped_storage().data_ptr() for t in (d.gate_up, d.down, d.index)}
+    stacks = {t.untyped_storage().data_ptr() for t in (d.gate_up, d.down, d.chosen)}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         mixture(d)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}

@@ -112,9 +112,7 @@ def experts(
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
     check_flags(gated=gated, transposed=transposed, interleaved=interleaved)
-    for name, number in (("alpha", alpha), ("limit", limit)):
-        if number is None and name == "limit":
-            continue
+    for name, number in (("alpha", alpha), ("limit", 1.0 if limit is None else limit)):
         check_number(name, number)
         if not (number > 0 and isfinite(number)):
             raise ValueError(f"{name} is {number}, wanted a finite number above 0")

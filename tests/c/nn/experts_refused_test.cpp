@@ -179,7 +179,7 @@ TEST_P(ExpertsRefused, BadInputsOfBackward)
          {"workspace_bytes is .*, wanted", [](Run &r) { r.backward_bytes--; }}});
 }
 
-TEST_P(ExpertsRefused, ACaptureIsRefused)
+TEST_P(ExpertsRefused, BadInputsOfACapture)
 {
     if (!backend->pretend_capture(false))
         GTEST_SKIP() << "only the emulator pretends";
@@ -207,6 +207,12 @@ TEST(ExpertsQuery, BadInputs)
         EXPECT_EQ(std::memcmp(&needs, &before, sizeof needs), 0);
     };
     refused("needs is NULL", nullptr, 0, 1);
+    hr_experts_config config = run.config;
+    config.gated = 2;
+    EXPECT_EQ(hr_experts_query(&needs, &run.sizes, HR_EXPERTS_SAVE_ALL, 1, &run.params, &config,
+                               &run.exec),
+              HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "hr_experts_query: config->gated is 2"));
     refused("needs is at .*, which is not a multiple of 8 bytes", moved(&needs, 1), 0, 1);
     refused("hr_experts_query: save is 3", &needs, 3, 1);
     refused("wanted is 64, wanted at most 63", &needs, 0, 64);
