@@ -22,9 +22,13 @@ from ..host.saved import saved_on_host
 from ..nn import LEVELS, Block
 from ..nn.steps import ON_HOST, levels_for_all, save_level
 from .changes import Changes
+from .experts import ExpertsRule, keep_choices, swap_experts
 from .report import PatchReport
+from .routing import keeping_choices
 
 KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
+
+LEANEST_FREE = "L1"  # computes no product again
 
 _verifying: set[object] = set()  # one for each verified_blocks() that lasts, in any thread
 
@@ -36,13 +40,14 @@ class Options:
     """Holds what patch() was asked for, besides the levels.
 
     Attributes:
-        norms, glu, rope: whether these are swapped.
+        norms, glu, rope, experts: whether these are swapped.
         checkpoint: options of :func:`headroom.checkpoint`, for blocks at L5 that are checkpointed.
     """
 
     norms: bool = True
     glu: bool = True
     rope: bool = True
+    experts: bool = True
     checkpoint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,10 +66,12 @@ class PatchedLayer(Protocol):
         name: of the module in the model, as in ``named_modules()``.
         module: the block.
         levels: those that it can be set to.
+        swaps: whether setting one of them lets other code compute what is in the block.
     """
 
     name: str
     levels: Sequence[str]
+    swaps: bool
 
     @property
     def module(self) -> nn.Module: ...
@@ -85,6 +92,7 @@ class HeadroomBlock:
     name: str
     module: Block
     levels: Sequence[str] = LEVELS
+    swaps: bool = False
 
     def patch(
         self, level: str | None, options: Options, changes: Changes, report: PatchReport
@@ -101,6 +109,7 @@ class AnyBlock:
     name: str
     module: nn.Module
     levels: Sequence[str] = ("L0", "L5")
+    swaps: bool = False
 
     def patch(
         self, level: str | None, options: Options, changes: Changes, report: PatchReport
@@ -119,6 +128,36 @@ class AnyBlock:
             forward = _forward if save.number == 5 else _forward_on_host
             changes.set(module, "forward", functools.partial(forward, module, of_checkpoint, own))
         report._set_level(self.name, module, level)
+
+
+@dataclasses.dataclass
+class ExpertsBlock(AnyBlock):
+    """A block of which nothing is known but its experts: at L0 to L2 it keeps what these keep at
+    that level, and everything else; at L5 its inputs and which experts were chosen.
+
+    Attributes:
+        model: that the block is in.
+        found: the experts in the model.
+    """
+
+    model: nn.Module = dataclasses.field(kw_only=True)
+    found: dict[nn.Module, ExpertsRule | str] = dataclasses.field(kw_only=True)
+    levels: Sequence[str] = ("L0", "L1", "L2", "L5")
+    swaps: bool = True
+
+    def patch(
+        self, level: str | None, options: Options, changes: Changes, report: PatchReport
+    ) -> None:
+        name = LEANEST_FREE if level is None else level.removesuffix(ON_HOST)
+        is_again = name == "L5"  # where what costs a product would be computed three times
+        save = LEANEST_FREE if is_again else name
+        swap_experts(self.model, self.module, self.found, save, changes, report)
+        if is_again:
+            keep_choices(self.module, self.found, changes)
+        if level is None:  # a checkpoint of transformers stays
+            report._set_level(self.name, self.module, name)
+        else:
+            super().patch(level, options, changes, report)
 
 
 @contextmanager
@@ -182,6 +221,7 @@ def _checkpointed(
         return run(*args)
     if _verifying:
         options = options | {"verify": True}
+    run = keeping_choices(run)
     if not options.get("use_reentrant") and _norms_with_statistics(module):
         run = later_calls(run, functools.partial(_without_statistics, module))
     return checkpoint(run, *args, **options)
@@ -213,10 +253,16 @@ def _without_statistics(module: nn.Module) -> Iterator[None]:
             counter.copy_(count)
 
 
-def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[PatchedLayer]:
+def find_blocks(
+    model: nn.Module,
+    known: Sequence[PatchedLayer] = (),
+    experts: dict[nn.Module, ExpertsRule | str] | None = None,
+) -> list[PatchedLayer]:
     """Returns the blocks of a model whose levels can be set, in the order of ``named_modules()``:
     those that are ``known``, blocks of :mod:`headroom.nn`, and repeated blocks beside these, such
-    as those of a vision tower."""
+    as those of a vision tower. Those with some of the ``experts`` have levels of these."""
+    experts = experts or {}
+    swapped = {module for module, rule in experts.items() if not isinstance(rule, str)}
     found = {layer.name: layer for layer in known}
     for name, module in model.named_modules():
         if isinstance(module, Block):
@@ -226,7 +272,10 @@ def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[Pa
     for name, module in _called_blocks(model):
         parents = {name[:k] for k, c in enumerate(name) if c == "."} | {name}
         if alone or (name not in around and not parents & found.keys() and any(module.children())):
-            found[name] = AnyBlock(name, module)
+            if swapped.isdisjoint(module.modules()):
+                found[name] = AnyBlock(name, module)
+            else:
+                found[name] = ExpertsBlock(name, module, model=model, found=experts)
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 

@@ -13,15 +13,13 @@ from torch import nn
 from ..nn.fused import known
 from ..nn.steps import LEVELS, BlockSteps, save_level
 from .attention import register_attention
-from .blocks import Options, PatchedLayer
+from .blocks import LEANEST_FREE, Options, PatchedLayer
 from .changes import Changes
 from .classes import entry_of, runs_forward_of
 from .layers import layer_forward
 from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
-
-LEANEST_FREE = "L1"  # computes no product again
 
 
 def _decoder(layer: Any, call: Call) -> BlockSteps:
@@ -187,6 +185,7 @@ class TransformersLayer:
     """A layer of a model of transformers."""
 
     levels: Sequence[str] = LEVELS
+    swaps = True
 
     def __init__(self, name: str, module: nn.Module, family: Family) -> None:
         self.name, self.module, self.family = name, module, family

@@ -32,6 +32,8 @@ class Kind:
         loss: the name of the function that ``loss_function`` of the model is; None where the
             ``forward`` of the class computes the loss itself.
         caps: whether the logits are capped by ``final_logit_softcapping`` of the configuration.
+        balances: whether it adds, where it is asked for the logits of routers, how unevenly these
+            have chosen.
     """
 
     module: str
@@ -43,6 +45,24 @@ class Kind:
     shift: bool = True
     loss: str | None = "ForCausalLMLoss"
     caps: bool = False
+    balances: bool = False
+
+
+# Mixtures of experts: the name of a module, how its classes begin, and whether they add to the loss
+# how unevenly experts are chosen.
+MIXTURES = {
+    "mixtral": ("Mixtral", True),
+    "qwen2_moe": ("Qwen2Moe", True),
+    "qwen3_moe": ("Qwen3Moe", True),
+    "qwen3_next": ("Qwen3Next", True),
+    "qwen3_5_moe": ("Qwen3_5Moe", True),
+    "olmoe": ("Olmoe", True),
+    "phimoe": ("Phimoe", True),
+    "gpt_oss": ("GptOss", True),
+    "deepseek_v2": ("DeepseekV2", False),
+    "deepseek_v3": ("DeepseekV3", False),
+    "glm4_moe": ("Glm4Moe", False),
+}
 
 
 def _kinds() -> dict[str, Kind]:
@@ -50,6 +70,11 @@ def _kinds() -> dict[str, Kind]:
     for model, prefix in DECODERS.items():
         name, caps = f"{prefix}ForCausalLM", model in ("gemma2", "gemma3")
         found[name] = Kind(f"transformers.models.{model}.modeling_{model}", name, caps=caps)
+    for model, (prefix, balances) in MIXTURES.items():
+        name = f"{prefix}ForCausalLM"
+        output = "MoeCausalLMOutputWithPast" if balances else "CausalLMOutputWithPast"
+        module = f"transformers.models.{model}.modeling_{model}"
+        found[name] = Kind(module, name, output, balances=balances)
     found["GPT2LMHeadModel"] = Kind(
         "transformers.models.gpt2.modeling_gpt2",
         "GPT2LMHeadModel",

@@ -25,8 +25,8 @@ def set_levels(
     do.
 
     Layers of the architectures of transformers that are known become Headroom's, whose norms and
-    gated units keep less. In any other model only what blocks keep is changed, so that training
-    computes the same bits.
+    gated units keep less, and so do experts. In any other model only what blocks keep is changed,
+    so that training computes the same bits.
 
     Args:
         levels: by the names of the blocks; empty: blocks stay as they are.
@@ -93,7 +93,7 @@ class Blocks:
         brings back what is held on the host."""
         modules = {name: layer.module for name, layer in self._layers.items()}
         if (
-            find_layers(self.model) is not None
+            any(layer.swaps for layer in self._layers.values())
             or patch_call(self.model) is not None
             or any(getattr(module, "gradient_checkpointing", False) for module in modules.values())
         ):

@@ -188,6 +188,7 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     if not _wants_loss(self, kind, given):
         return _left_to_the_class(self, kind, smoothing, given)
     loss_of = _loss_of(self, kind, given)
+    balance = _balance_of(self, kind, given)
     outputs = getattr(self, kind.body)(**{k: v for k, v in given.items() if k not in OF_THE_LOSS})
     hidden = outputs.last_hidden_state
     if kind.transform is not None:
@@ -200,6 +201,9 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     loss = loss_of(hidden, head, softcap=softcap, **options)
     logits = None if self.training else _late_logits(hidden, head, softcap)
     others = {name: outputs[name] for name in rule.passed_on if outputs.get(name) is not None}
+    if balance is not None:
+        others["aux_loss"] = aux = balance(outputs.router_logits)
+        loss = loss + self.router_aux_loss_coef * aux.to(loss.device)
     return rule.output(loss=loss, logits=logits, **others)
 
 
@@ -262,6 +266,22 @@ def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., 
         ignore_index=-100 if kind.loss is None else given.get("ignore_index", -100),
         denominator=given.get("num_items_in_batch"),
     )
+
+
+def _balance_of(
+    model: Any, kind: Kind, given: dict[str, Any]
+) -> Callable[[tuple[Tensor, ...]], Tensor] | None:
+    """Returns the function of the logits of routers that transformers adds to the loss, if the call
+    asks for these; or None."""
+    if not kind.balances:
+        return None
+    if given.get("output_router_logits") is None:
+        given["output_router_logits"] = model.config.output_router_logits
+    if not given["output_router_logits"]:
+        return None
+    balance = vars(sys.modules[kind.module])["load_balancing_loss_func"]
+    others = model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+    return lambda logits: balance(logits, *others)
 
 
 def _left_to_the_class(

@@ -10,8 +10,9 @@ from torch import nn
 from ..host.arena import HostArena
 from . import families, generic
 from .bitsandbytes import swap_bitsandbytes
-from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
+from .blocks import LEANEST_FREE, Options, PatchedLayer, chosen_levels, find_blocks
 from .changes import Changes, restore, undo
+from .experts import ExpertsRule, found_experts, swap_experts
 from .losses import check_loss_options, swap_losses
 from .peft import swap_adapters
 from .report import PatchReport
@@ -27,6 +28,7 @@ def patch(
     norms: bool = True,
     glu: bool = True,
     rope: bool = True,
+    experts: bool = True,
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
     weights: Literal["host"] | Mapping[str | int, str] | None = None,
@@ -47,16 +49,20 @@ def patch(
             that :mod:`headroom.patching.families` knows have all levels. In any other model norms
             are recognized by what they compute, and repeated blocks, which are the
             members of a ModuleList or Sequential of one class, can be at L0 or at L5; so can such
-            blocks beside those that are known, as in the vision tower of a language model. One
-            level for all leaves those as they are that cannot have it, and the report says so.
+            blocks beside those that are known, as in the vision tower of a language model. Blocks
+            with experts that are swapped can be at L1 and at L2 too. One level for all leaves those
+            as they are that cannot have it, and the report says so.
         save: what blocks keep for the backward pass: one level for all, one per block, or levels
             by the name or the number of a block. L0 keeps everything, L5 the input alone. None,
             also for a block that is not named, leaves blocks as they are, but is L1 for layers of
-            those architectures of transformers: the leanest level that costs nothing, at which
-            norms, rotations and activations are computed again, but no product.
+            those architectures of transformers and for blocks with experts: the leanest level that
+            costs nothing, at which norms, rotations and activations are computed again, but no
+            product.
         norms: whether norms are swapped.
         glu: whether gated units are swapped, in known architectures.
         rope: whether rotary embeddings are swapped, in known architectures.
+        experts: whether the experts of mixtures of transformers are swapped, for
+            :func:`headroom.functional.experts`.
         loss: whether language models of transformers compute their loss by
             :func:`headroom.linear_cross_entropy`, without logits; or a dict of its options, such as
             ``{"z_loss": 1e-4}``, which hold in training. ``outputs.logits`` is then None in
@@ -87,13 +93,14 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"headroom.patch: model is {model!r}, wanted an instance of nn.Module")
-    options = Options(norms=norms, glu=glu, rope=rope, checkpoint=checkpoint_options or {})
+    options = Options(norms, glu, rope, experts, checkpoint=checkpoint_options or {})
     loss_options = check_loss_options(loss)
     report, changes = PatchReport(model), Changes()
     before = streamed_blocks(model)
     try:
         restore(model.named_modules(), changes)
-        report.architecture, layers = repeated_layers(model)
+        found = found_experts(model) if experts else {}
+        report.architecture, layers = _layers_of(model, found)
         levels = chosen_levels(save, layers, model)
         on_host = chosen_blocks(weights, layers, model)
         for layer, level in zip(layers, levels):
@@ -103,6 +110,7 @@ def patch(
                 report._leave(layer.name, layer.module, reason)
         if norms:
             generic.swap_norms(model, changes, report)
+        swap_experts(model, model, found, LEANEST_FREE, changes, report)
         generic.swap_linears(model, changes, report)
         swap_bitsandbytes(model, changes, report)
         swap_adapters(model, changes, report)
@@ -111,7 +119,7 @@ def patch(
         streamed = stream_weights(model, on_host, prefetch, host, before, changes, report)
         if report.changed:
             call = {"save": dict(report.levels), "norms": norms, "glu": glu, "rope": rope}
-            call |= {"loss": loss, "checkpoint_options": checkpoint_options}
+            call |= {"experts": experts, "loss": loss, "checkpoint_options": checkpoint_options}
             if streamed:
                 where = dict.fromkeys(report.streamed, "host")
                 call |= {"weights": where, "prefetch": prefetch, "host": host}
@@ -130,11 +138,19 @@ def patch_call(model: nn.Module) -> dict[str, Any] | None:
     return vars(model).get(CALL)
 
 
-def repeated_layers(model: nn.Module) -> tuple[str | None, list[PatchedLayer]]:
+def repeated_layers(
+    model: nn.Module, experts: bool = True
+) -> tuple[str | None, list[PatchedLayer]]:
     """Returns the name of a known architecture, or None, and the blocks whose levels :func:`patch`
-    can set, in the order of ``named_modules()``."""
+    can set, in the order of ``named_modules()``; with ``experts`` swapped, or not."""
+    return _layers_of(model, found_experts(model) if experts else {})
+
+
+def _layers_of(
+    model: nn.Module, found: dict[nn.Module, ExpertsRule | str]
+) -> tuple[str | None, list[PatchedLayer]]:
     name, known = families.find_layers(model) or (None, [])
-    return name, find_blocks(model, known)
+    return name, find_blocks(model, known, found)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -27,6 +27,8 @@ _TIMES = {
     "L5": "about 25 % slower",
 }
 _SOURCE_OF_TIMES = "products done again, of those of a Llama block: docs/blocks.md"
+_TIMES_OF_EXPERTS = {"L2": "at most 33 % slower", "L5": "at most 33 % slower"}
+_SOURCE_OF_EXPERTS = "products done again, of those of frozen experts: docs/experts.md"
 
 
 class Levels(Technique):
@@ -82,13 +84,16 @@ class Levels(Technique):
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+        times, source = _TIMES, _SOURCE_OF_TIMES
+        if find_layers(step.model) is None:
+            times, source = _TIMES_OF_EXPERTS, _SOURCE_OF_EXPERTS
         for level, model in _patched(step.model):
             code = f"headroom.patch(model{'' if level is None else f', save={level!r}'})"
             yield (
                 code,
                 step.but(model=model),
-                "about as fast" if level is None else _TIMES[level],
-                "no product is done again" if level is None else _SOURCE_OF_TIMES,
+                "about as fast" if level is None else times[level],
+                "no product is done again" if level is None else source,
                 code,
             )
 
@@ -156,9 +161,9 @@ def _patched(model: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
     """
     if any(is_patched(module) or isinstance(module, Block) for module in model.modules()):
         return
-    # Other blocks than those of known architectures can only be checkpointed, which is advice too.
-    levels = (None, "L2", "L3", "L4", "L5") if find_layers(model) is not None else (None,)
-    for level in levels:
+    # Blocks that have no other levels can only be checkpointed, which is advice too.
+    could = {level for layer in repeated_layers(model)[1] if layer.swaps for level in layer.levels}
+    for level in (None, *(name for name in LEVELS[2:] if name in could)):
         try:
             made = copied_modules(model, lambda x: x)
             report = patch(made, save=level)
@@ -184,7 +189,9 @@ class RaisedLevels:
 
     def reduce_memory(self) -> str | None:
         """Sets the next level. Returns what was changed, or None if no block can keep less."""
-        layers = [] if self._is_given_up else repeated_layers(self._model)[1]
+        layers = []
+        if not self._is_given_up:
+            layers = repeated_layers(self._model, self._call.get("experts", True))[1]
         now: dict[str | int, str] = {layer.name: self._level(layer) for layer in layers}
         for target in LEVELS:
             raised: dict[str | int, str] = {
@@ -214,10 +221,14 @@ class RaisedLevels:
             return call["save"].get(layer.name, "L0")
         return "L5" if getattr(layer.module, "gradient_checkpointing", False) else "L0"
 
+    @property
+    def _call(self) -> Mapping[str, Any]:
+        """Returns how the model is patched: one that was not keeps its own norms and experts, whose
+        bits others do not have."""
+        return patch_call(self._model) or dict.fromkeys(("norms", "glu", "rope", "experts"), False)
+
     def _set(self, levels: Mapping[str | int, str]) -> None:
-        # A model that was not patched keeps its own norms, whose bits others do not have.
-        call = patch_call(self._model) or dict.fromkeys(("norms", "glu", "rope"), False)
-        patch(self._model, **{**call, "save": levels})
+        patch(self._model, **{**self._call, "save": levels})
 
 
 def _span(levels: Collection[str]) -> str:

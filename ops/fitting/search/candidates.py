@@ -16,8 +16,8 @@ from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
 from ...host.schedule import measured_link
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
-from ...patching.families import find_layers
 from ...patching.levels import Blocks
+from ...patching.patch import repeated_layers
 from ...planning.advice import advise
 from ...planning.api import plan_of
 from ...planning.checks import check_step
@@ -319,8 +319,8 @@ class Candidates:
 
     @property
     def swaps_layers(self) -> bool:
-        """Returns whether setting levels makes layers of transformers Headroom's."""
-        return bool(self.names) and find_layers(self.step.model) is not None
+        """Returns whether setting levels makes layers of transformers, or experts, Headroom's."""
+        return bool(self.names) and any(b.swaps for b in repeated_layers(self.step.model)[1])
 
     # ---- what passes cost -----------------------------------------------------------------------
 
