@@ -30,6 +30,11 @@ EMPTIES = {
     for name in ("empty.memory_format", "empty_strided", "resize_")
 }
 
+_eval_frame = torch._C._dynamo.eval_frame
+_PASSED_OVER = _eval_frame._FrameExecStrategy(
+    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP
+)
+
 HOST_KERNELS: dict = {}
 """The CPU's own kernels of operations for which others were registered, by their names."""
 
@@ -433,3 +438,10 @@ def _argument(copies: list[Tensor], widen: bool, t, writes: bool, out: bool):
     if writes:
         copies.append(t)
     return t
+
+
+def register(library: torch.library.Library, short: str, kernel: Callable, key: str) -> None:
+    """Registers the kernel of an operation. torch.compile passes over it and all that it calls, and
+    would trace these where a part of a program that it cannot compile calls the operation."""
+    _eval_frame.set_code_exec_strategy(kernel.__code__, _PASSED_OVER)
+    library.impl(short, kernel, key, with_keyset=True, allow_override=True)

@@ -18,7 +18,7 @@ from headroom._core.sizes import format_bytes
 from headroom.host import arena
 from headroom.integrations.attaching import after_import
 
-from ._operations import COMPOSITE, HOST_KERNELS, KEPT, Operation
+from ._operations import COMPOSITE, HOST_KERNELS, KEPT, Operation, register
 from .installed import redirect_calls
 from .lines import line, line_of
 from .values import libraries
@@ -154,7 +154,7 @@ def _skip_large(limit: int) -> None:
                 continue
             o = Operation(name, "CPU")
             HOST_KERNELS[name] = o.native
-            library.impl(short, _kernel(o, limit), "CPU", with_keyset=True, allow_override=True)
+            register(library, short, _kernel(o, limit), "CPU")
 
 
 def _kernel(o: Operation, limit: int):

@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from ._memory import Lent, Raw, extent, write
-from ._operations import (
-    COMPOSITE,
-    EMPTIES,
-    KEPT,
-    NUMBERS,
-    Operation,
-    cannot_compute,
-)
+from ._operations import COMPOSITE, EMPTIES, KEPT, NUMBERS, Operation, cannot_compute, register
 from .lines import is_check, is_printing, line
 
 libraries: list[torch.library.Library] = []
@@ -527,7 +520,7 @@ def install(runtime: ctypes.CDLL, limit: int | None = None) -> Device:
             kernel = _read_kernel(device, o)
         else:
             kernel = _kernel(device, o)
-        library.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
+        register(library, short, kernel, "CUDA")
     library.impl("_coalesce", _coalesce, "SparseCUDA", allow_override=True)
     for short, cuda in EMPTIES.items():
         if limit is None:
@@ -536,8 +529,15 @@ def install(runtime: ctypes.CDLL, limit: int | None = None) -> Device:
             continue
         else:
             make = _forgetting
-        library.impl(short, make(device, cuda), "CUDA", with_keyset=True, allow_override=True)
+        register(library, short, make(device, cuda), "CUDA")
+    if limit is not None:
+        # What torch.compile makes allocates by this, past the operations.
+        torch._C._dynamo.guards._empty_strided_cuda = _empty_strided
     return device
+
+
+def _empty_strided(size, stride, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
 def compute(device: Device, namespace: str) -> None:
@@ -554,7 +554,7 @@ def compute(device: Device, namespace: str) -> None:
             if all("Tensor" in str(returned.type) for returned in o.op._schema.returns):
                 short = name.partition("::")[2]
                 kernel = _kernel(device, o)
-                library.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
+                register(library, short, kernel, "CUDA")
 
 
 def note(device: Device, namespace: str) -> None:
@@ -572,7 +572,7 @@ def note(device: Device, namespace: str) -> None:
         if name.startswith(namespace + "::"):
             kernel = _noting(device, Operation(name))
             short = name.partition("::")[2]
-            library.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
+            register(library, short, kernel, "CUDA")
 
 
 def _noting(device: Device, o: Operation):

@@ -205,8 +205,9 @@ PROGRAMS = {
     "with bitsandbytes": (QLORA, [], ["--no-weights"]),
 }
 # Each also as `headroom run` starts it, with options that change no step.
-STARTED = ["headroom", "run", "--register", "--snapshot-on-oom", "oom"]
-BUDGET = ["headroom", "run", "--budget", "3 GiB"]
+RUN = ["headroom", "run"]
+STARTED = [*RUN, "--register", "--snapshot-on-oom", "oom"]
+BUDGET = [*RUN, "--budget", "3 GiB"]
 FITTED, OWN_LOOP = "with lightning", "gpt"
 DEVICE = {"memory": "4 GiB", "steps": 2}  # transformers takes it that there are 1.2 GiB
 COMPILED = {"compiled": (GPT.replace("COMPILE", "model = torch.compile(model)"), [], [])}
@@ -251,8 +252,11 @@ def test_programs_with_a_budget(rehearsed):
 
 @pytest.mark.slow
 def test_a_compiled_program(tmp_path):
-    programs = COMPILED | {"started": (*COMPILED["compiled"], STARTED)}
-    plain, started = rehearse_each(programs, tmp_path, **DEVICE).values()
-    check_steps(*plain)
-    check_steps(*started)
-    check_started(plain, started)
+    """The hooks that snapshots set break its graphs: then parts of it run uncompiled."""
+    compiled = COMPILED["compiled"]
+    ways = {"registered": [*RUN, "--register"], "in parts": [*RUN, "--snapshot-on-oom", "oom"]}
+    programs = COMPILED | {name: (*compiled, words) for name, words in ways.items()}
+    found = rehearse_each(programs, tmp_path, **DEVICE)
+    for one in found.values():
+        check_steps(*one)
+    check_started(found["compiled"], found["registered"])
