@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci"))
 import reference  # noqa: E402
 
+reference.link_sources()  # before mkdocstrings looks for it
 REFERENCE = "API reference"  # the part of the site that api.md begins
 LINK = re.compile(
     r"\[(?P<text>(?:[^][]|\[[^]]*\])*)\]\((?P<target>(?!\w+:)[^)#\s]+)(?P<anchor>#\S*?)?\)"
