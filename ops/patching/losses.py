@@ -203,7 +203,7 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     others = {name: outputs[name] for name in rule.passed_on if outputs.get(name) is not None}
     if balance is not None:
         others["aux_loss"] = aux = balance(outputs.router_logits)
-        loss = loss + self.router_aux_loss_coef * aux.to(loss.device)
+        loss = _balanced(self, loss, aux)
     return rule.output(loss=loss, logits=logits, **others)
 
 
@@ -292,5 +292,12 @@ def _left_to_the_class(
         return own(model, **given)
     outputs = own(model, **given | {"labels": None, "return_dict": True})
     loss_of = _loss_of(model, kind, given)
-    outputs.loss = loss_of(outputs.logits, nn.Identity(), label_smoothing=smoothing)
+    loss = loss_of(outputs.logits, nn.Identity(), label_smoothing=smoothing)
+    aux = outputs.get("aux_loss")
+    outputs.loss = loss if aux is None else _balanced(model, loss, aux)
     return outputs
+
+
+def _balanced(model: Any, loss: Tensor, aux: Tensor) -> Tensor:
+    """Adds how unevenly routers have chosen to a loss, as the classes of transformers do."""
+    return loss + model.router_aux_loss_coef * aux.to(loss.device)

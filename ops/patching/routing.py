@@ -79,7 +79,8 @@ def choosing_forward(
 
 
 class _Choosing(TorchFunctionMode):
-    """Lets :class:`_Choices` say what is chosen from rows of ``count`` scores."""
+    """Lets :class:`_Choices` say what is chosen from rows of ``count`` scores, or of those of
+    groups of experts, whose scores may be masked by what was chosen among groups."""
 
     def __init__(self, choices: _Choices, count: int) -> None:
         super().__init__()
@@ -98,7 +99,8 @@ class _Choosing(TorchFunctionMode):
         dim = (dict(zip(names, args)) | kwargs).get("dim", -1 if "k" in names else None)
         return (
             input.dim() == 2
-            and input.shape[1] == self._count
+            and input.shape[1] > 0
+            and self._count % input.shape[1] == 0
             and type(dim) is int
             and dim in (-1, 1)
             and "out" not in kwargs

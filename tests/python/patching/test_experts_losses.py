@@ -70,6 +70,17 @@ def test_an_evaluation_and_calls_that_want_logits():
     assert plain.loss is None and plain.logits is not None and plain.aux_loss > 0
 
 
+def test_label_smoothing_leaves_the_balance_in_the_loss():
+    """Also where the class computes logits, as in an evaluation with gradients."""
+    model, batch = moe_of("Mixtral"), padded() | {"output_router_logits": True}
+    model.router_aux_loss_coef = 0.7
+    headroom.patch(model, loss=True, norms=False)
+    want = model(**batch, label_smoothing=0.1)
+    got = model.eval()(**batch, label_smoothing=0.1)
+    assert want.logits is None and got.logits is not None
+    torch.testing.assert_close(got.loss, want.loss)
+
+
 def test_mixtures_whose_loss_is_not_known():
     report = headroom.patch(moe_of("GraniteMoe"), loss=True)
     assert any(one.reason.startswith("its loss: not a model") for one in report.left)

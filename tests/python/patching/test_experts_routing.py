@@ -45,7 +45,7 @@ def chosen_by(model):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "DeepseekV2"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_second_run_chooses_what_the_first_has_chosen(name, reentrant):
     model = moe_of(name)
     calls, _ = tie(model)
@@ -92,6 +92,18 @@ def test_gradients_are_those_of_the_chosen_experts():
     got = step(model, inputs)
     for key, x in want.items():
         assert (got[key] - x).norm() <= 1e-3 * x.norm() + 1e-6, key
+
+
+def test_groups_of_experts_are_chosen_again():
+    """DeepSeek-V2 masks the scores of the groups that are not chosen, and with them weights."""
+    model = moe_of("DeepseekV2")
+    calls, _ = tie(model)
+    seen = []
+    for router in calls:
+        router.register_forward_hook(lambda _, args, out: seen.append(out[1].detach().clone()))
+    headroom.patch(model, "L5", norms=False)
+    step(model, tokens_of())
+    assert len(seen) == 2 * len(calls) and all((weights > 0).all() for weights in seen)
 
 
 def choices():
@@ -171,8 +183,9 @@ class TestChoices:
             lambda x: torch.max(x, 1, keepdim=True),
         ],
     )
-    def test_functions(self, function):
-        one, two = self.scores(8, 300)
+    @pytest.mark.parametrize("columns", [300, 6])  # experts, or groups of them
+    def test_functions(self, function, columns):
+        one, two = self.scores(8, columns)
         first, second = self.run(function, one, two)
         assert type(first) is type(second) is type(function(one))
         assert torch.equal(first.values, function(one).values)
