@@ -338,7 +338,8 @@ def chosen_levels(
             raise ValueError(
                 f"headroom.patch: save is {level} for {layer.name}, a "
                 f"{type(layer.module).__name__}, which can be at {' or '.join(layer.levels)}; the "
-                f"levels between are for blocks of headroom.nn and of {KNOWN}"
+                f"levels between are for blocks of headroom.nn and of {KNOWN}, and L1 and L2 for "
+                "blocks with experts that can be swapped, too; docs/experts.md says which"
             )
     return levels
 

@@ -312,6 +312,8 @@ def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
     x, index, weight = (given[name] for name in rule.names)
     if not (takes_ops(x, (2,)) and takes_ops(weight, (2,)) and is_plain(index)):
         return False
+    if not all(map(is_untouched, module.children())):
+        return False  # its activation has got hooks since
     stacks = [module._parameters.get(name) for name in rule.parameters]
     plain = [p for p in stacks if p is not None and is_plain(p)]
     return (

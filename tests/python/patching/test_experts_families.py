@@ -118,6 +118,8 @@ def test_without_levels_they_are_at_l1_and_experts_false_leaves_them():
     assert "2 blocks (MixtralDecoderLayer) at L1: model.layers.0 to model.layers.1" in str(report)
     report = headroom.patch(model, experts=False)
     assert not report.levels and OURS not in str(report)
+    with pytest.raises(ValueError, match="at L0 or L5; .* L1 and L2 for blocks with experts"):
+        headroom.patch(model, "L2", experts=False)
     with pytest.raises(ValueError, match="which can be at L0 or L5"):
         headroom.patch(model, "L1", experts=False)
     with pytest.raises(ValueError, match="which can be at L0 or L1 or L2 or L5"):

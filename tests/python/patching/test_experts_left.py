@@ -236,6 +236,19 @@ def test_no_hook_of_the_experts_is_lost():
     assert seen == [1]
 
 
+def test_no_later_hook_of_an_activation_is_lost():
+    model, inputs = moe_of("Mixtral"), tokens_of()
+    headroom.patch(model, norms=False)
+    want = step(model, inputs)
+    seen = []
+    module = next(iter(experts_of(model).values()))
+    handle = module.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(step(model, inputs), want)
+    assert seen
+    handle.remove()
+    assert_same_bits(step(model, inputs).values(), want.values())
+
+
 def test_llama4_is_not_behind_the_interface():
     config = transformers.Llama4TextConfig(
         vocab_size=61, hidden_size=32, intermediate_size=16, intermediate_size_mlp=16, head_dim=8,
