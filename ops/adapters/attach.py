@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..nn.lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear, is_embeddin
 from ..nn.switched import Switched, activate, is_in, replace, switched
 from ..nn.torch_encoder import call_linears
 from ..nn.trained_copy import TrainedCopy
+from .tying import tied_heads, with_tied
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # never called
 
@@ -27,7 +28,8 @@ def attach(
     """Adds an adapter to layers of a model, which become :class:`LoRALinear` or
     :class:`LoRAEmbedding` if they are none, and copies of modules, which become
     :class:`TrainedCopy`. The adapter is the only one that is active, and all else is frozen.
-    Callers take back by ``all_or_nothing`` what an interrupted call has done.
+    An embedding and an output head that have one weight get one adapter, or one copy, if both are
+    named. Callers take back by ``all_or_nothing`` what an interrupted call has done.
 
     Args:
         model: holds the layers.
@@ -38,9 +40,10 @@ def attach(
 
     Raises:
         TypeError: a weight is a DTensor.
-        ValueError: the name is taken or none; a weight is that of another module too, or is one
-            that DoRA cannot read; the model is itself such a layer; or a module to copy is none
-            that can be trained as a whole.
+        ValueError: the name is taken or none; a weight is that of another module too, which is not
+            named or is no head of an embedding, or is one that DoRA cannot read; an embedding and
+            its head are to have different adapters; the model is itself such a layer; or a module
+            to copy is none that can be trained as a whole.
     """
     held_in = nn.ModuleDict(), nn.ParameterDict()  # as attributes
     taken = isinstance(name, str) and any(hasattr(one, name) for one in held_in)
@@ -57,14 +60,23 @@ def attach(
             if isinstance(param, DTensor):
                 raise TypeError(f"'{path}.{key}' is a DTensor: add adapters before fully_shard()")
     wholes = {path: modules[path] for path in copied}
+    heads = tied_heads(model)
     for path, one in wholes.items():
         _check_copied(path, one, {*wanted}, {*wholes, *switched(model)} - {path})
-        _refuse_shared(model, path, one, one.parameters())
+        _refuse_shared(model, path, one, one.parameters(), _tied(path, heads) & {*wholes})
     for path in wanted:
         # A weight that weight_norm or pruning computes is no parameter.
         weight = modules[path]._parameters.get("weight")
-        _refuse_shared(model, path, modules[path], [] if weight is None else [weight])
-    around = {path: _around(one, path in wanted) for path, one in modules.items()}
+        params = [] if weight is None else [weight]
+        _refuse_shared(model, path, modules[path], params, _tied(path, heads) & {*wanted})
+    heads = {head: one for head, one in heads.items() if head in wanted}
+    for head, embedding in heads.items():
+        _check_tied(head, embedding, wanted[head], wanted[embedding])
+    around = {path: _around(modules[path], path in wanted) for path in modules if path not in heads}
+    for head, embedding in heads.items():
+        one = modules[head]
+        tied = isinstance(one, LoRALinear)
+        around[head] = one if tied else LoRALinear(one, around[embedding])
     for path, adapter in wanted.items():
         if adapter.dora:
             try:
@@ -73,11 +85,12 @@ def attach(
                 raise ValueError(f"'{path}': {error}") from None
     swaps = {id(modules[path]): one for path, one in around.items() if one is not modules[path]}
     replace(model, swaps)
+    memo: dict[int, Any] = {}  # so that copies are tied as their modules are
     for path, one in around.items():
         if path in wanted:
             one.add_adapter(name, wanted[path], dtype)
         else:
-            one.add_adapter(name)
+            one.add_adapter(name, memo)
     for param in model.parameters():
         param.requires_grad_(False)
     activate(model, [name])
@@ -114,16 +127,38 @@ def _check_copied(path: str, module: nn.Module, targets: set[str], others: set[s
         raise ValueError(f"'{path}' is to train as a whole, and has an adapter")
 
 
+def _tied(path: str, heads: Mapping[str, str]) -> set[str]:
+    return {*with_tied([path], heads)}
+
+
+def _check_tied(head: str, embedding: str, mine: Adapter, other: Adapter) -> None:
+    """Raises where an embedding and its head would not have the same sum of weight and adapter."""
+    both = f"'{embedding}' and '{head}' have the same weight, and"
+    if mine.dora:
+        raise ValueError(
+            f"{both} DoRA would train lengths of its columns for one and of its rows for the "
+            "other: leave both out of an adapter with DoRA, or untie them"
+        )
+    if mine != other:
+        raise ValueError(f"{both} would have different adapters, {other} and {mine}: untie them")
+
+
 def _refuse_shared(
-    model: nn.Module, path: str, module: nn.Module, params: Iterable[nn.Parameter]
+    model: nn.Module,
+    path: str,
+    module: nn.Module,
+    params: Iterable[nn.Parameter],
+    tied: Collection[str],
 ) -> None:
     """Raises where a parameter of a module is that of another one too, which would not have the
-    adapter."""
+    adapter, because it is none of those that are tied to it."""
     if isinstance(module, Switched):
         return
     wanted = {id(param) for param in params}
     for other, one in model.named_modules():
-        if not is_in(other, path) and any(id(p) in wanted for p in one._parameters.values()):
+        if is_in(other, path) or other in tied:
+            continue
+        if any(id(p) in wanted for p in one._parameters.values()):
             raise ValueError(
                 f"'{path}' and '{other}' have the same weight, and an adapter would be that of the "
                 "first alone: leave it out, or untie them"

@@ -25,6 +25,7 @@ from ..nn.switched import Switched, outside, switched
 from ..nn.trained_copy import TrainedCopy
 from ..state.file.safetensors import entries_in, read, write_plain
 from .attach import attach
+from .tying import inner, tied_heads, with_tied
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -79,7 +80,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     ``adapter_config.json``, which ``peft.PeftModel.from_pretrained(model, folder)`` loads.
 
     Its copies of modules are saved too, as PEFT's ``modules_to_save``, and so are other modules
-    with parameters that train.
+    with parameters that train. What an embedding and its head share is written for both, with
+    ``ensure_weight_tying``, which PEFT reads.
 
     Args:
         model: has the adapter. It may be inside DDP or ``torch.compile``. Of one that FSDP2 has
@@ -109,7 +111,9 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     saved = _modules_to_save(model, name)
     for path, module in saved.items():
         tensors |= module.state_dict(prefix=f"{PREFIX}{path}.")
-    config = _config(model, {path: one.adapters[name] for path, one in layers.items()}, saved)
+    tied = any(head in layers or head in saved for head in tied_heads(model))
+    adapters = {path: one.adapters[name] for path, one in layers.items()}
+    config = _config(model, adapters, saved, tied)
     text = json.dumps(config, indent=2, sort_keys=True)
     place = os.path.join(folder, "" if name == "default" else name)
     with gathered(dict(sorted(tensors.items()))) as whole:
@@ -150,14 +154,22 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     tensors = {key: read(entry) for key, entry in entries.items()}
     parts, others = _parts(tensors)
     _check_parts(model, parts, config["use_dora"])
+    heads = tied_heads(model)
+    matrices = {p: [b.t(), a.t()] if p in heads else [a, b] for p, (a, b, *_) in parts.items()}
+    _check_tied(heads, matrices, "an adapter")
     bases = {path.removesuffix(_BASE): path for path in others if path.endswith(_BASE)}
     weights = _weights(model, {path: others.pop(key) for path, key in bases.items()}, parts)
-    copies = _copies(model, others, config["modules_to_save"] or ())
+    tying = heads if config["ensure_weight_tying"] else {}
+    copies = _copies(model, others, config["modules_to_save"] or (), tying)
+    whole = {path: [state["weight"]] for path, state in copies.items() if "weight" in state}
+    _check_tied(heads, whole, "a weight")
     wanted = {path: _adapter(path, len(found[0]), config) for path, found in parts.items()}
     with all_or_nothing(model), torch.no_grad():
         attach(model, wanted, name, torch.float32, copies)
         for path, found in parts.items():
             layer: Any = model.get_submodule(path)
+            if path in heads:
+                continue  # it has those of the embedding
             for param, value in zip(layer.trained(name), found, strict=True):
                 param.copy_(value)
         for path, state in copies.items():
@@ -178,7 +190,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _config(
-    model: nn.Module, adapters: Mapping[str, Adapter], saved: Iterable[str]
+    model: nn.Module, adapters: Mapping[str, Adapter], saved: Iterable[str], tied: bool
 ) -> dict[str, Any]:
     """Returns what PEFT writes for these adapters of layers."""
     ranks = {path: one.rank for path, one in adapters.items()}
@@ -191,6 +203,7 @@ def _config(
         "alpha_pattern": _pattern(alphas, alpha),
         "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},
         "base_model_name_or_path": getattr(settings, "_name_or_path", None) or None,
+        "ensure_weight_tying": tied,
         "lora_alpha": alpha,
         "lora_dropout": _one("dropout", [one.dropout for one in adapters.values()]),
         "modules_to_save": [*saved] or None,
@@ -245,11 +258,12 @@ def _modules_to_save(model: nn.Module, name: str) -> dict[str, nn.Module]:
         if isinstance(one, TrainedCopy) and name in one.names
     }
     owners: dict[int, str] = {}
+    heads = tied_heads(model)
     for path, module in model.named_modules():
         params = [p for p in module.parameters(recurse=False) if id(p) not in own]
         for param in params:
             other = owners.setdefault(id(param), path)
-            if other != path and param.requires_grad:
+            if other not in with_tied([path], heads) and param.requires_grad:
                 raise ValueError(
                     f"'{other}' and '{path}' have the same weight, which trains, and PEFT would "
                     "load two: untie them"
@@ -388,6 +402,32 @@ def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool
         raise ValueError(f"{TENSORS} has no adapter")
 
 
+_UNTIED = (
+    "would untie them: let PEFT train with ensure_weight_tying=True, over a base whose dtype is "
+    "that of its adapters, or untie the model before loading"
+)
+
+
+def _check_tied(heads: Mapping[str, str], found: Mapping[str, list[Tensor]], what: str) -> None:
+    """Raises where an embedding and its head do not have the same tensors.
+
+    Args:
+        heads: names of embeddings, by those of their heads.
+        found: by name what a file has of modules, of a head as an embedding would have it.
+        what: a module has there.
+    """
+    for head, embedding in heads.items():
+        mine, other = found.get(head), found.get(embedding)
+        if mine is None and other is None:
+            continue
+        both = f"{TENSORS}: '{embedding}' and '{head}' have the same weight in the model, and"
+        if mine is None or other is None:
+            alone = embedding if mine is None else head
+            raise ValueError(f"{both} the file has {what} of '{alone}' alone, which {_UNTIED}")
+        if not all(map(torch.equal, mine, other)):  # of other shapes too
+            raise ValueError(f"{both} the file has {what} of its own for each, which {_UNTIED}")
+
+
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     """Returns a module of a model, outside of layers that have adapters.
 
@@ -444,17 +484,25 @@ def _is_same(target: Tensor, value: Tensor) -> bool:
 
 
 def _copies(
-    model: nn.Module, others: Mapping[str, Tensor], modules: Iterable[str]
+    model: nn.Module,
+    others: Mapping[str, Tensor],
+    modules: Iterable[str],
+    heads: Mapping[str, str],
 ) -> dict[str, dict[str, Tensor]]:
     """Returns the states of modules that were saved whole, by the names of the modules.
+
+    Args:
+        model: has the modules.
+        others: tensors of the file, by their names.
+        modules: names in ``modules_to_save``, which PEFT finds at the ends of names.
+        heads: heads that PEFT saves with their embedding, which alone is in ``modules_to_save``.
 
     Raises:
         ValueError: a key is of no such module, or does not fit; or a tensor is missing.
     """
-    places: dict[str, nn.Module] = {}
-    for path, module in outside(model):
-        if any(path.endswith(one) for one in modules):  # as PEFT does
-            places[path] = module.original_module if isinstance(module, TrainedCopy) else module
+    paths = [path for path, _ in outside(model)]
+    named = [path for path in paths if any(path.endswith(one) for one in modules)]  # as PEFT does
+    places = {path: inner(model.get_submodule(path)) for path in with_tied(named, heads)}
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in others.items():
         above = [key[: match.start()] for match in re.finditer(r"\.", key)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..nn.switched import is_in, outside
 from ..quantizing.choice import EXPERTS, HEAD, ROUTER, heads, is_of_experts, joined
 from .attach import attach
 from .report import Adapted, Copied, LoRAReport, Unadapted
+from .tying import tied_heads, with_tied
 
 ALL = "all-linear"
 
@@ -44,6 +45,10 @@ def lora(
     is then the only one that is active and trains (:func:`headroom.adapters.use_adapters`). Make
     the optimizer afterwards, over the parameters that require gradients.
 
+    An embedding and an output head that have one weight stay tied: where one is named, in
+    ``targets`` or ``modules_to_save``, both get one adapter, or one copy of the weight (PEFT's
+    ``ensure_weight_tying=True``).
+
     Args:
         model: any module that holds such layers.
         rank: rows of A and columns of B.
@@ -66,8 +71,8 @@ def lora(
     Raises:
         TypeError: an argument has another type, or a weight is a DTensor.
         ValueError: an argument is none of the above; a name is that of no layer or module; a layer
-            has an adapter of this name, or its weight is that of another module too; or DoRA cannot
-            read the weight.
+            has an adapter of this name, or its weight is that of another module too, other than of
+            an embedding and its head; or DoRA cannot read the weight, or would untie it.
 
     Nothing is changed where it raises or is interrupted.
     """
@@ -75,19 +80,24 @@ def lora(
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
     adapter = Adapter(rank, rank if alpha is None else alpha, dropout, rslora, dora)
-    wholes = _named(model, modules_to_save)
-    chosen, left = _choose(model, targets, wholes)
+    tied = tied_heads(model)
+    wholes = with_tied(_named(model, modules_to_save), tied)
+    chosen, left = _choose(model, targets, wholes, tied)
     with all_or_nothing(model):
         attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes)
         adapted, copied = [], []
         for path in chosen:
             layer: Any = model.get_submodule(path)
             numel = sum(param.numel() for param in layer.trained(name))
-            adapted.append(Adapted(path, type(layer.base_layer).__name__, rank, numel))
+            was = type(layer.base_layer).__name__
+            adapted.append(Adapted(path, was, rank, numel, tied.get(path)))
         for path in wholes:
             one: Any = model.get_submodule(path)
-            numel = sum(param.numel() for param in one.trained(name))
-            copied.append(Copied(path, type(one.original_module).__name__, numel))
+            params = one.trained(name)
+            if path in tied:
+                params = [p for p in params if p is not one.modules_to_save[name].weight]
+            numel = sum(param.numel() for param in params)
+            copied.append(Copied(path, type(one.original_module).__name__, numel, tied.get(path)))
         return LoRAReport(model, adapted, left, copied)
 
 
@@ -107,7 +117,7 @@ def _named(model: nn.Module, ends: Iterable[str]) -> list[str]:
 
 
 def _choose(
-    model: nn.Module, targets: str | Iterable[str], wholes: list[str]
+    model: nn.Module, targets: str | Iterable[str], wholes: list[str], tied: Mapping[str, str]
 ) -> tuple[list[str], list[Unadapted]]:
     """Returns the names of the layers that targets mean, and the other linear layers.
 
@@ -120,7 +130,7 @@ def _choose(
     copied = {path for path in layers if any(is_in(path, whole) for whole in wholes)}
     reasons: dict[str, str] = {}
     if isinstance(targets, str) and targets == ALL:
-        found = heads(model, linears)
+        found = heads(model, linears) | dict.fromkeys(tied, HEAD)
         reasons = {path: why for path, why in found.items() if why in (HEAD, ROUTER)}
         chosen = [path for path in linears if path not in reasons and path not in copied]
     elif isinstance(targets, str):
@@ -133,6 +143,7 @@ def _choose(
                     f"targets: the model has no linear layer or embedding with the name {end!r}"
                 )
         chosen = [path for path in layers if any(_ends(path, end) for end in ends)]
+    chosen = with_tied(chosen, tied)
     if not chosen:
         raise ValueError(f"targets is {targets!r}: {type(model).__name__} has no such linear layer")
     left = [

@@ -17,7 +17,7 @@ from .._core.checks import check_module
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
-from ..nn.lora import LoRAEmbedding, LoRALayer, lora_layers
+from ..nn.lora import LoRAEmbedding, LoRALayer, LoRALinear, lora_layers
 from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
@@ -26,6 +26,7 @@ from ..quantizing.choice import joined, weight_of
 from ..quantizing.quantize import check_finite, take
 from ..quantizing.transformers_config import describe
 from ..state.file.safetensors import Entry, entries_in, read
+from .tying import inner
 
 PANEL = 1 << 23  # elements of a weight that are added at a time
 KEPT = "_before_merge"  # of a merged layer: what was in its place
@@ -94,7 +95,8 @@ def merge(
     embeddings, and modules of which an adapter has trained a copy become that copy.
 
     Sums are in float32, and rounded once. Weights of few bits are decoded: those are what the
-    adapters were trained beside. What was is kept, so that :func:`headroom.unmerge` is exact.
+    adapters were trained beside. What was is kept, so that :func:`headroom.unmerge` is exact. An
+    embedding and its head that have one weight have one after it.
 
     Args:
         model: has adapters.
@@ -113,8 +115,9 @@ def merge(
 
     Raises:
         TypeError: a weight is a DTensor.
-        ValueError: no adapter is active; ``base`` lacks a weight, or has one of another shape or
-            with an element that is not finite; or no layer is quantized, with ``requantize``.
+        ValueError: no adapter is active, or others in an embedding than in its head; ``base``
+            lacks a weight, or has one of another shape or with an element that is not finite; or
+            no layer is quantized, with ``requantize``.
 
     Nothing is changed where it raises or is interrupted.
     """
@@ -133,6 +136,8 @@ def merge(
     for path, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             raise TypeError(f"'{path}.weight' is a DTensor: gather the model before merging")
+    tied = _tied(model)
+    layers = {path: one for path, one in layers.items() if path not in tied}
     originals = {} if base is None else _originals(layers, base)
     merged, found = {}, []
     with torch.no_grad(), progress_bar(len(layers), "merge", unit="layer", shown=True) as bar:
@@ -146,6 +151,14 @@ def merge(
                 vars(merged[id(layer)])[KEPT] = layer  # no child: the model shall not have it twice
             found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
             bar.update(1)
+        lost_of = {id(layers[one.name]): one.lost for one in found}
+        for path, head in tied.items():
+            whole: Any = merged[id(head.tied_to)]
+            merged[id(head)] = _with_weight(head, whole.weight, False)
+            if keep:
+                vars(merged[id(head)])[KEPT] = head
+            was = type(head.base_layer).__name__
+            found.append(Merged(path, was, head.added, lost_of[id(head.tied_to)]))
     with all_or_nothing(model):
         for path, one in switched(model).items():
             if isinstance(one, TrainedCopy) and one.added:
@@ -170,7 +183,7 @@ def unmerge(model: nn.Module) -> nn.Module:
     check_module(model)
     kept: dict[int, tuple[Any, Any]] = {}
     for path, module in outside(model):
-        merged = _inner(module)
+        merged = inner(module)
         if KEPT not in vars(merged):
             continue
         if isinstance(module, Switched) and module.names:
@@ -191,11 +204,24 @@ def unmerge(model: nn.Module) -> nn.Module:
         return model
 
 
-def _inner(module: Any) -> nn.Module:
-    """Returns what the adapters of a module stand beside, or a module that has none itself."""
-    if isinstance(module, LoRALayer):
-        return module.base_layer
-    return module.original_module if isinstance(module, TrainedCopy) else module
+def _tied(model: nn.Module) -> dict[str, LoRALinear]:
+    """Returns the heads that have the active adapters of their embedding, by name.
+
+    Raises:
+        ValueError: others are active in the embedding.
+    """
+    found = {}
+    for path, one in lora_layers(model).items():
+        if not isinstance(one, LoRALinear) or one.tied_to is None:
+            continue
+        if one.added != one.tied_to.added:
+            raise ValueError(
+                f"'{path}' adds the adapters {[*one.added]}, and the embedding with the same "
+                f"weight {[*one.tied_to.added]}: merging would untie them"
+            )
+        if one.added:
+            found[path] = one
+    return found
 
 
 def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry]:
@@ -279,7 +305,8 @@ def _with_weight(layer: LoRALayer, weight: Tensor, again: bool) -> Any:
         made.bias = base.bias
         if base.bias is not None and base.bias.dtype != weight.dtype and not again:
             made.bias = nn.Parameter(base.bias.detach().to(weight.dtype), requires_grad=False)
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    shared = isinstance(weight, nn.Parameter)  # that of an embedding, merged before its head
+    made.weight = weight if shared else nn.Parameter(weight, requires_grad=False)
     return made.train(layer.training)
 
 

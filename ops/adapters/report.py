@@ -19,12 +19,15 @@ class Adapted:
         was: the class of its base.
         rank: of the adapter.
         numel: elements of A and B, and of the lengths of DoRA.
+        tied_to: the name of the embedding that has the same weight, and whose adapter this is;
+            ``numel`` is then 0.
     """
 
     name: str
     was: str
     rank: int
     numel: int
+    tied_to: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +38,14 @@ class Copied:
         name: of the module in the model.
         was: its class.
         numel: elements of its parameters.
+        tied_to: the name of the embedding that has the same weight, and so the same copy of it,
+            which is not in ``numel`` then.
     """
 
     name: str
     was: str
     numel: int
+    tied_to: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +99,18 @@ class LoRAReport:
             f"headroom.lora: {self.model}, {self.trained:,} parameters train: {sizes[0]}, beside "
             f"{sizes[1]} that are frozen"
         ]
-        for (was, rank), same in grouped(self.adapted, lambda one: (one.was, one.rank)).items():
+        own = [one for one in self.adapted if one.tied_to is None]
+        for (was, rank), same in grouped(own, lambda one: (one.was, one.rank)).items():
             numel = sum(one.numel for one in same)
             lines.append(f"  {len(same)} {was} have an adapter of rank {rank}: {numel:,}")
-        lines += [f"  a copy of {one.name} ({one.was}): {one.numel:,}" for one in self.copied]
+        lines += [
+            f"  {one.name} ({one.was}) has the adapter of {one.tied_to}, as it has its weight"
+            for one in self.adapted
+            if one.tied_to is not None
+        ]
+        for one in self.copied:
+            shared = "" if one.tied_to is None else f", beside the weight of {one.tied_to}"
+            lines.append(f"  a copy of {one.name} ({one.was}): {one.numel:,}{shared}")
         for (was, reason), left in grouped(self.left, lambda one: (one.was, one.reason)).items():
             where = left[0].name + (" and others" if len(left) > 1 else "")
             lines.append(f"  left: {len(left)} {was} ({where}): {reason}")

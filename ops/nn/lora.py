@@ -111,8 +111,12 @@ class LoRALayer(Switched):
             )
         return names
 
-    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns A, ``[rank, in]``, and B, ``[out, rank]``, of an adapter."""
+        raise NotImplementedError
+
+    def own_matrices(self, name: str) -> list[nn.Parameter]:
+        """Returns the parameters of this layer that A and B of an adapter are."""
         raise NotImplementedError
 
     def magnitude(self, name: str) -> nn.Parameter | None:
@@ -122,7 +126,7 @@ class LoRALayer(Switched):
 
     def trained(self, name: str) -> list[nn.Parameter]:
         lengths = self.magnitude(name)
-        return [*self.matrices(name), *([] if lengths is None else [lengths])]
+        return [*self.own_matrices(name), *([] if lengths is None else [lengths])]
 
     def add_adapter(
         self, name: str, adapter: Adapter, dtype: torch.dtype | None = torch.float32
@@ -209,9 +213,14 @@ class LoRALinear(LoRALayer):
     ``[rank, in]``, ``lora_B.default.weight`` ``[out, rank]``,
     ``lora_magnitude_vector.default.weight`` ``[out]``, and ``base_layer.weight``.
 
+    The output head of a model may have the weight of its embedding. Its adapters are then those of
+    the embedding, transposed: it has no parameters of its own, and what is added to the weight is
+    the same in both.
+
     Args:
         base_layer: ``nn.Linear``, :class:`Linear4bit`, :class:`Linear8bit`, or another module that
             multiplies its input with a matrix; it is called as it is.
+        tied_to: the embedding that has the same weight, and whose adapters this layer uses.
 
     Attributes:
         adapters: the :class:`Adapter` of each name.
@@ -219,9 +228,17 @@ class LoRALinear(LoRALayer):
         enabled: whether any is.
     """
 
-    def __init__(self, base_layer: nn.Module) -> None:
+    _tied_to: tuple[LoRAEmbedding, ...] = ()  # also of layers that were pickled without it
+
+    def __init__(self, base_layer: nn.Module, tied_to: LoRAEmbedding | None = None) -> None:
         super().__init__(base_layer)
         self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        self._tied_to = () if tied_to is None else (tied_to,)  # no child, or it is there twice
+
+    @property
+    def tied_to(self) -> LoRAEmbedding | None:
+        """Returns the embedding whose adapters these are, or None."""
+        return self._tied_to[0] if self._tied_to else None
 
     @property
     def bias(self) -> Any:
@@ -232,9 +249,15 @@ class LoRALinear(LoRALayer):
         """Returns whether a call may draw random numbers."""
         return not is_known(self.base_layer) or any(map(self._dropout, self.added))
 
-    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        if self.tied_to is not None:
+            a, b = self.tied_to.matrices(name)
+            return b.t(), a.t()
+        a, b = self.own_matrices(name)
         return a, b
+
+    def own_matrices(self, name: str) -> list[nn.Parameter]:
+        return [] if self._tied_to else [part[name].weight for part in self._parts()]
 
     def forward(self, input: Tensor) -> Tensor:
         y, names = None, self.added
@@ -279,6 +302,12 @@ class LoRALinear(LoRALayer):
         )
 
     def _add_matrices(self, name: str, rank: int, options: dict[str, Any]) -> None:
+        if self.tied_to is not None:
+            if name not in self.tied_to.adapters:
+                raise ValueError(f"the embedding with the same weight has no adapter {name!r}")
+            with torch.no_grad():  # as below: an embedding's own B is too large for a head
+                nn.init.kaiming_uniform_(self.matrices(name)[0], a=math.sqrt(5))
+            return
         # A as nn.Linear initializes its weight.
         self.lora_A[name] = nn.Linear(self.in_features, rank, bias=False, **options)
         self.lora_B[name] = nn.Linear(rank, self.out_features, bias=False, **options)
@@ -327,8 +356,11 @@ class LoRAEmbedding(LoRALayer):
     def padding_idx(self) -> Any:
         return self.base_layer.padding_idx
 
-    def matrices(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         return self.lora_embedding_A[name], self.lora_embedding_B[name]
+
+    def own_matrices(self, name: str) -> list[nn.Parameter]:
+        return [self.lora_embedding_A[name], self.lora_embedding_B[name]]
 
     def forward(self, input: Tensor) -> Tensor:
         base: Any = self.base_layer

@@ -35,15 +35,20 @@ class TrainedCopy(Switched):
         """Returns the module that a call runs."""
         return self.modules_to_save[self.added[0]] if self.added else self.original_module
 
-    def add_adapter(self, name: str) -> None:
+    def add_adapter(self, name: str, memo: dict[int, Any] | None = None) -> None:
         """Adds a copy, which is not active yet.
+
+        Args:
+            name: of the adapter.
+            memo: of ``copy.deepcopy``: copies of modules that are given the same one share what
+                the modules share, such as a tied weight.
 
         Raises:
             ValueError: there is one of this name.
         """
         if name in self.modules_to_save:
             raise ValueError(f"there is a copy of adapter {name!r} already")
-        self.modules_to_save[name] = copy.deepcopy(self.original_module)
+        self.modules_to_save[name] = copy.deepcopy(self.original_module, memo)
 
     def checked(self, names: Iterable[str]) -> tuple[str, ...]:
         names = super().checked(names)

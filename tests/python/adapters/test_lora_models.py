@@ -344,11 +344,6 @@ def test_the_loss_reads_the_copy_of_a_head():
 
 
 def test_what_cannot_be_trained_by_a_copy():
-    tied = model_of("Llama", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="'lm_head' and 'model.embed_tokens' have the same weight"):
-        headroom.lora(tied, targets=["q_proj"], modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match="'model.embed_tokens' and 'lm_head' have the same weight"):
-        headroom.lora(tied, targets=["embed_tokens"])
     model = model_of("Llama")
     with pytest.raises(ValueError, match="is a ModuleList, which is never called"):
         headroom.lora(model, targets=["lm_head"], modules_to_save=["layers"])
@@ -396,10 +391,8 @@ def test_a_weight_of_two_modules_is_refused():
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match="'0' and '1' have the same weight"):
         headroom.lora(model)
+    assert not layers_of(model) and all(p.requires_grad for p in model.parameters())
     tied = model_of("Llama", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="'lm_head' and 'model.embed_tokens' have the same weight"):
-        headroom.lora(tied, targets=["lm_head"])
-    assert not layers_of(tied) and all(p.requires_grad for p in tied.parameters())
     assert "lm_head" not in names(headroom.lora(tied))
 
 
