@@ -126,7 +126,8 @@ def as_split(given: Any) -> Split:
     """Returns the parts of packed matrices as tuples, which may be given as lists."""
     if not isinstance(given, Sequence):
         return given
-    return tuple(tuple(one) if isinstance(one, Sequence) else one for one in given)
+    plain: Any = tuple(tuple(one) if isinstance(one, Sequence) else one for one in given)
+    return plain
 
 
 def parts_of(shape: Sequence[int], split: Split) -> list[Part]:
@@ -148,9 +149,9 @@ def parts_of(shape: Sequence[int], split: Split) -> list[Part]:
         if split < 1 or rows % split:
             raise ValueError(f"split={split} does not divide the {rows} rows of {list(shape)}")
         split = (rows // split,) * split
-    times, sizes = 1, as_split(split)
-    if len(split) == 2 and isinstance(split[1], Sequence):
-        times, sizes = split
+    given: Any = as_split(split)
+    takes_turns = len(given) == 2 and isinstance(given[1], tuple)
+    times, sizes = given if takes_turns else (1, given)
     numbers = [times, *sizes]
     if len(numbers) < 2 or not all(isinstance(one, int) and one > 0 for one in numbers):
         raise ValueError(
