@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from ..._core.registration import FLOATS
-from .matrices import Split, matrix_shape, parts_of
+from .matrices import Split, as_split, matrix_shape, parts_of
 
 EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|\w*emb(ed)?(ding)?s?(_\w+)?)([._]|$)")
 TABLES = re.compile(r"(^|[._])rel(ative)?_(pos|att)[^.]*$")  # of relative positions
@@ -21,9 +21,15 @@ EMBEDDINGS_OUTSIDE_LAYERS = {"shared"}  # of encoders and decoders, as in T5 and
 HEADS = {"lm_head", "embed_out", "output_layer", "unembed", "to_logits", "qa_outputs"}
 HEADS_OUTSIDE_LAYERS = {"head", "heads", "output", "classifier", "score", "logits", "decoder"}
 PACKED_QKV = {"qkv", "qkv_proj", "Wqkv", "c_attn", "in_proj_weight"}
-# Of these the rows are all queries, then all keys, then all values, in every library. CodeGen and
-# MiniMax pack "qkv_proj" by head, and GPTBigCode "c_attn", whose columns it has as rows.
+# Of these the rows are all queries, then all keys, then all values, in every library.
 QKV_IN_ORDER = {"qkv", "Wqkv", "in_proj_weight"}
+# Modules of transformers that pack as many rows of each by head, or by a part of the heads, and the
+# attribute that says by how many. (CodeGen has values before keys, which are as many.)
+QKV_BY_HEAD = {
+    "CodeGenAttention": "mp_num",
+    "GPTBigCodeAttention": "num_heads",
+    "MiniMaxLightningAttention": "num_attention_heads",
+}
 PACKED_HALVES = {"gate_up", "gate_up_proj", "up_gate_proj"}
 EXPERTS = {"gate_proj", "up_proj", "down_proj", *PACKED_HALVES}  # of three dimensions
 GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
@@ -111,11 +117,14 @@ class _Owner:
         return is_linear and (is_weight or word.startswith("lora_"))
 
     def qkv(self, word: str, rows: int, cols: int) -> Split:
-        """Returns the parts of packed queries, keys and values, or None if they are not known to
-        lie one after the other."""
+        """Returns the parts of packed queries, keys and values, or None if their layout is not
+        known."""
         says_heads = all(hasattr(self.parent, one) for one in ("heads", "kv_heads", "head_dim"))
-        is_phi = any(kind.__name__.startswith("Phi") for kind in type(self.parent).__mro__)
-        if word in QKV_IN_ORDER or says_heads or is_phi:
+        kinds = {kind.__name__ for kind in type(self.parent).__mro__}
+        if (split := _by_head(self.parent, kinds, rows)) is not None:
+            return split
+        says_heads |= any(kind.startswith(("Phi", "GPTBigCode")) for kind in kinds)
+        if word in QKV_IN_ORDER or says_heads:
             if sum(sizes := _head_rows(self.parent)) == rows:
                 return sizes
             if rows == 3 * cols and word in QKV_IN_ORDER:
@@ -205,17 +214,18 @@ class Chooser:
         ends = self._ends_of(name)
         self._unused = [end for end in self._unused if end not in ends]
         if ends:
-            split = self._given[ends[0]]
-            return split if split is None or isinstance(split, int) else tuple(split)
+            return as_split(self._given[ends[0]])
         owner, path = self._owners.get(id(param), _Owner()), name.removesuffix(".weight")
         word = path.rpartition(".")[2]
         _, rows, cols = matrix_shape(param.shape)
         if param.dim() == 3 and word in PACKED_HALVES:  # experts of transformers
-            if getattr(owner.module, "is_concatenated", None) is not True:
+            lines = cols if (by_columns := self.is_transposed(param)) else rows
+            is_concatenated = getattr(owner.module, "is_concatenated", None)
+            if not isinstance(is_concatenated, bool) or lines % 2 or (by_columns and rows == cols):
                 return None
-            if not self.is_transposed(param):
-                return 2 if rows % 2 == 0 else None
-            return (cols // 2,) * 2 if cols % 2 == 0 and rows != cols else None
+            if not is_concatenated:
+                return lines // 2, (1, 1)
+            return (lines // 2,) * 2 if by_columns else 2
         if param.dim() != 2:
             return None
         gates = [GATES[kind] for kind in owner.kinds & GATES.keys()]
@@ -310,6 +320,17 @@ class Chooser:
             | ({"transposed": True} if key[2] else {})
             for key in keys
         ]
+
+
+def _by_head(attention: Any, kinds: set[str], rows: int) -> Split:
+    """Returns the parts of queries, keys and values that a module of attention of these classes
+    packs by head, or None if it packs them otherwise."""
+    for kind in QKV_BY_HEAD.keys() & kinds:
+        times = getattr(attention, QKV_BY_HEAD[kind])
+        heads = getattr(attention, "num_heads", None) or attention.num_attention_heads
+        if rows == 3 * heads * attention.head_dim and rows % (3 * times) == 0:
+            return times, (rows // (3 * times),) * 3
+    return None
 
 
 def _head_rows(attention: nn.Module | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import ParamsT
 
 from ..._core.dtensor import from_shard, sharded_dim
@@ -26,7 +26,7 @@ from ..adam import AdamW
 from ..base import Optimizer
 from ..options import of_groups, own_arguments
 from .choice import FLAT, Chooser, MuonChoice, check_matrices
-from .matrices import Split, column_parts
+from .matrices import Split, as_split, column_parts
 from .rule import JORDAN, AdjustLr, Precision, Triple, Variant, check_rule, dtype_of, iterations
 from .sharded import check_even, prepared_sharded, sharding_of
 from .steps import ABSMAX, MOMENT, ROW_VAR, Rule, Workspace, batched, matrices_of
@@ -91,8 +91,8 @@ class MatrixOptimizer(Optimizer):
         if not self._begins and isinstance(param_group, dict):
             groups = Chooser(self._split, self._convolutions).groups_of([param_group])
         for group in groups:
-            if isinstance(group.get("split"), Sequence):
-                group["split"] = tuple(group["split"])
+            if "split" in group:
+                group["split"] = as_split(group["split"])
             if "ns_coefficients" in group:
                 group["ns_coefficients"] = _plain(group["ns_coefficients"])
             super().add_param_group(group if group["use_muon"] else self._adamw | group)
@@ -223,12 +223,14 @@ class Muon(MatrixOptimizer, AdamW):
             and the default of :class:`AdamW`.
         split: parts of packed matrices, each of which is made orthogonal by itself: from the end of
             a name to a number of equal parts of the rows, or to their sizes, which add up to the
-            rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Without it, known layouts
-            are split: ``gate_up`` and ``gate_up_proj`` in 2, ``qkv``, ``Wqkv``,
-            ``in_proj_weight``, GPT-2's ``c_attn`` and Phi's ``qkv_proj`` in queries, keys and
-            values, and the gates of recurrent layers and cells. In a group, ``split`` is that of
-            all its matrices, and ``transposed`` says that their rows are inputs, as known for
-            ``Conv1D`` of transformers.
+            rows or else to the columns: ``{"qkv": (1024, 256, 256)}``. Of parts that lie by turns,
+            as queries, keys and values of each of 16 heads, how often and their sizes of one turn:
+            ``{"qkv": (16, (64, 64, 64))}``. Without it, known layouts are split: ``gate_up`` and
+            ``gate_up_proj`` in 2, ``qkv``, ``Wqkv``, ``in_proj_weight``, ``c_attn`` of GPT-2 and
+            GPTBigCode and ``qkv_proj`` of Phi, CodeGen and MiniMax in queries, keys and values,
+            and the gates of recurrent layers and cells. In a group, ``split`` is that of all its
+            matrices, and ``transposed`` says that their rows are inputs, as known for ``Conv1D``
+            of transformers.
         convolutions: whether convolutions of two dimensions or more, and of more than one channel,
             are Muon's, too, as matrices ``[out, everything else]``.
         variant: ``"standard"``, or ``"gram"``, which iterates on square matrices: fewer operations
@@ -337,7 +339,13 @@ def _zero_row_vars(param: Tensor, split: Split) -> Tensor:
         return zeros
     shape = torch.Size(_row_shape(param, split))
     stride = torch.empty(shape, device="meta").stride()
-    placements = [
-        one if sharded_dim(one) in range(len(shape)) else Replicate() for one in param.placements
-    ]
+    rows, last = int(param.dim() == 3), len(shape) - 1  # where a parameter has rows, and they do
+
+    def placed(one: Any) -> Any:
+        dim = sharded_dim(one)
+        if dim is None or dim > rows:
+            return Replicate()
+        return one if dim < rows or rows == last else Shard(last)
+
+    placements = [placed(one) for one in param.placements]
     return from_shard(zeros, param.device_mesh, placements, shape=shape, stride=stride)

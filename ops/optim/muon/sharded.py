@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..._core.dtensor import place_of, sharded_dim
 from ..._core.grouping import grouped
 from ...param_states.plan import Bucket, Call
-from .matrices import Part, as_matrices, matrix_shape, parts_of
+from .matrices import Lines, Part, as_matrices, blocks_among, matrix_shape, parts_of
 from .steps import (
     Batch,
+    Copies,
     Matrix,
     Rule,
     Updates,
@@ -127,7 +128,8 @@ class _Exchange:
     """A batch of parameters of one shape, each of which one rank makes orthogonal.
 
     Rows go to that rank and come back, by one exchange of all ranks each way. The parameters of a
-    rank are consecutive: as many for each, but for the last ranks.
+    rank are consecutive: as many for each, but for the last ranks. Of each parameter a rank's rows
+    lie part after part, or if columns are split its columns do.
     """
 
     def __init__(
@@ -150,7 +152,8 @@ class _Exchange:
         self._received = aligned(sum(self._there) * size)
         self._sums = self._received + aligned(sum(self._here) * size)
         self._local_sums = self._sums + aligned(4 * count * len(self._parts))
-        self.end = self._local_sums + aligned(4 * count * len(self._parts))
+        self._blocks = self._packed(*self._rows[self._rank])
+        self.end = self._local_sums + aligned(4 * count * len(self._blocks))
         self._batches: list[tuple[Batch, list[int]]] = []
         for size, alike in grouped(range(len(self._parts)), lambda p: self._parts[p].size).items():
             batch = Batch(rule, self._own * len(alike), size, device, self.end)
@@ -164,34 +167,37 @@ class _Exchange:
         given = [one for each in matrices for one in each]
         self._row_vars = [one.row_var for one in given]  # which the op takes of whole matrices
         self._matrices = [one._replace(row_var=None) for one in given]
-        places, self._places = [], []
-        for k, each in enumerate(matrices):
-            for one in each:
-                p = self._parts.index(one.part)
-                places.append(k * len(self._parts) + p)
-                self._places.append((k, p))
-        self._index = torch.tensor(places, dtype=torch.int64, device=memory.device)
+        # All have the same blocks of each parameter: none if there are no rows on this rank.
+        self._places = [(k, block) for k, _ in enumerate(matrices) for block in self._blocks]
+
+    def _packed(self, first: int, rows: int) -> list[tuple[int, Part, int]]:
+        """Returns the blocks of a rank that has these rows, as :func:`blocks_among`, where they lie
+        in an exchange."""
+        packed, row, col = [], 0, 0
+        for p, here, begin in blocks_among(self._parts, first, rows, self._cols):
+            packed.append((p, Part(Lines(row, here.rows), Lines(col, here.cols)), begin))
+            if here.cols == self._cols:
+                row += here.rows
+            else:
+                col += here.cols
+        return packed
 
     def _pieces(self, received: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of rows of own matrices: in the memory of the exchange and in a batch."""
-        pairs, sources = [], received.split(self._here)
+        wholes: dict[int, Tensor] = {}
         for batch, alike in self._batches:
             x = batch.x(self._memory).unflatten(0, (self._own, len(alike)))
             for j, p in enumerate(alike):
                 part = self._parts[p]
-                whole = x[:, j].transpose(1, 2) if part.rows > part.cols else x[:, j]
-                for (first, rows), source in zip(self._rows, sources):
-                    here = part.within(first, rows, self._cols)
-                    if here.rows:
-                        piece = source.view(self._own, rows, self._cols)
-                        piece = piece.narrow(1, here.row, here.rows)
-                        begin = first + here.row - part.row
-                        pairs.append(
-                            (
-                                piece.narrow(2, part.col, part.cols),
-                                whole.narrow(1, begin, here.rows),
-                            )
-                        )
+                wholes[p] = x[:, j].transpose(1, 2) if part.rows > part.cols else x[:, j]
+        pairs = []
+        for (first, rows), source in zip(self._rows, received.split(self._here)):
+            matrices = source.view(self._own, rows, self._cols)
+            for p, block, begin in self._packed(first, rows):
+                if block.rows:
+                    piece = matrices.narrow(1, block.row.first, block.rows)
+                    piece = piece.narrow(2, block.col.first, block.cols)
+                    pairs.append((piece, wholes[p].narrow(1, begin, block.rows)))
         return pairs
 
     def run(self, options: dict[str, Any], updates: Updates) -> None:
@@ -199,15 +205,14 @@ class _Exchange:
         local = memory.take(0, self._shape, dtype)
         received = memory.take(self._received, (sum(self._here),), dtype)
         sums = memory.take(self._sums, (self._count * parts,), torch.float32)
-        first_row = self._rows[self._rank]
-        views = [
-            self._parts[p].within(*first_row, self._cols).of(local[k]) for k, p in self._places
-        ]
+        views = [block.of(local[k]) for k, (_, block, _) in self._places]
         sums.zero_()
         if views:
             own = memory.take(self._local_sums, (len(views),), torch.float32)
             gather_momentum(self._rule, self._matrices, views, own, options)
-            sums.index_copy_(0, self._index, own)
+            of_blocks = own.view(self._count, len(self._blocks))
+            for j, (p, _, _) in enumerate(self._blocks):
+                sums.view(self._count, parts)[:, p].add_(of_blocks[:, j])
         dist.all_reduce(sums, group=self._group)
         flat = local.view(-1)
         self._exchange(received, flat, self._here, self._there)
@@ -232,17 +237,19 @@ class _Exchange:
     def _scale_rows(self, views: list[Tensor], beta2: float, found_inf: Tensor | None) -> None:
         """Scales rows as ``hr_muon_update`` does. Their mean squares are of this rank, and norms of
         matrices, which stay as they are, of all."""
-        places = [k * len(self._parts) + p for k, p in self._places]
+        places = [k * len(self._parts) + p for k, (p, _, _) in self._places]
         sums = torch.zeros(2, self._count * len(self._parts), device=self._memory.device)
         factors = []
         for place, view, row_var in zip(places, views, self._row_vars):
             assert row_var is not None
             squares = torch.linalg.vector_norm(view, dim=1, dtype=torch.float32).square_()
-            new = row_var.lerp(squares / view.shape[1], 1 - beta2)
-            row_var.copy_(new if found_inf is None else new.where(found_inf == 0, row_var))
-            factors.append(1 / (row_var.sqrt() + 1e-10))
+            old = row_var.flatten()  # runs that repeat are copied
+            new = old.lerp(squares / view.shape[1], 1 - beta2)
+            new = new if found_inf is None else new.where(found_inf == 0, old)
+            row_var.copy_(new.view(row_var.shape))
+            factors.append(1 / (new.sqrt() + 1e-10))
             after = squares * factors[-1].square()
-            sums[:, place] = torch.stack((squares.sum(), after.sum()))
+            sums[:, place] += torch.stack((squares.sum(), after.sum()))
         dist.all_reduce(sums, group=self._group)
         before, after = sums.sqrt_()
         for place, view, factor in zip(places, views, factors):
@@ -286,10 +293,12 @@ class _Gathered:
         rule, owner, memory = self._rule, self._owner, self._memory
         mesh, placements = self._sharding.mesh, self._sharding.placements
         local = torch.empty(owner.to_local().shape, dtype=rule.dtype, device=memory.device)
-        views = self._views(local)
+        copies = Copies()
+        views = self._views(local, copies)
         if views:
             sums = torch.empty(len(views), dtype=torch.float32, device=memory.device)
             gather_momentum(rule, self._matrices, views, sums, options)
+            copies.put_back()
         form = {"shape": owner.shape, "stride": torch.empty(owner.shape, device="meta").stride()}
         sharded = DTensor.from_local(local, mesh, placements, run_check=False, **form)
         whole = sharded.full_tensor()
@@ -298,27 +307,22 @@ class _Gathered:
             blocks = [part.of(one) for one in as_matrices(whole, whole) for part in alike]
             parts: list[Part] = [part for _ in as_matrices(whole, whole) for part in alike]
             for k, (block, part) in enumerate(zip(blocks, parts)):
-                as_shaped(x[k], part).copy_(block)
+                as_shaped(x[k], part).copy_(block.reshape(part.rows, part.cols))
             norms = torch.linalg.vector_norm(as_gathered(x), dim=(1, 2), dtype=torch.float32)
             squares.copy_(norms.square())
             batch.orthogonalize(memory)
             for k, (block, part) in enumerate(zip(blocks, parts)):
-                block.copy_(as_shaped(x[k], part))
+                block.copy_(as_shaped(x[k], part).reshape(block.shape))
         everywhere = [Replicate()] * mesh.ndim
         spread = DTensor.from_local(whole, mesh, everywhere, run_check=False)
         local = spread.redistribute(placements=placements).to_local()
         if views:
-            updates.run(self._matrices, self._views(local.contiguous()))
+            updates.run(self._matrices, self._views(local.contiguous(), Copies()))
 
-    def _views(self, local: Tensor) -> list[Tensor]:
+    def _views(self, local: Tensor, copies: Copies) -> list[Tensor]:
         """Returns the parts of a shard that belong to the matrices here."""
         views = []
         for one in as_matrices(local, local):
-            for part in self._parts:
-                rows, cols = one.shape
-                here = Part(0, rows, 0, cols)
-                if len(self._parts) > 1:
-                    here = part.within(self._row, rows, cols)
-                if here.rows or len(self._parts) == 1:
-                    views.append(here.of(one))
+            for _, here, _ in blocks_among(self._parts, self._row, *one.shape):
+                views.append(copies.matrix(here.of(one), (here.rows, here.cols)))
         return views

@@ -19,6 +19,7 @@ from .matrices import (
     Part,
     Split,
     as_matrices,
+    blocks_among,
     blocks_of,
     column_parts,
     in_order,
@@ -206,29 +207,30 @@ def matrices_of(
         row_vars, times = None, column_parts(shape, rule.split)
         if ROW_VAR in columns:
             row_vars = columns[ROW_VAR][i].view(number, times, rows)
+        blocks = blocks_among(parts, row, rows, cols)
         for k, matrix in enumerate(params):
-            for p, part in enumerate(parts):
-                here = part.within(row, rows, cols) if len(parts) > 1 else Part(0, rows, 0, cols)
-                outputs, inputs = part.rows, part.cols
+            for p, here, _ in blocks:
+                outputs, inputs = parts[p].rows, parts[p].cols
                 if rule.transposed:
                     outputs, inputs = inputs, outputs
-                if len(parts) > 1 and not here.rows:
-                    continue
-                first, numel = (k * rows + here.row) * cols + here.col, here.rows * here.cols
+                elements = here.row.times_of(cols)
+                elements = elements._replace(first=elements.first + k * rows * cols)
                 own = absmax
-                if absmax is not None and numel < param.numel():
-                    own = blocks_of(absmax, rule.block_size, first, numel)
+                if absmax is not None and here.rows * here.cols < param.numel():
+                    own = blocks_of(absmax, rule.block_size, elements)
+                row_var = None
+                if row_vars is not None:
+                    row_var = here.row.of(row_vars[k, p % times], 0)
+                first = elements.first + here.col.first
                 found.append(
                     Matrix(
                         owner=i,
-                        part=part,
+                        part=parts[p],
                         param=here.of(matrix),
                         grad=here.of(grads[k]),
                         moment=here.of(moments[k]),
                         absmax=own,
-                        row_var=None
-                        if row_vars is None
-                        else row_vars[k, p % times].narrow(0, *here[:2]),
+                        row_var=row_var,
                         residual=here.of(rests[0][k]) if rests else None,
                         step=columns["step"][i] if "step" in columns else None,
                         scale=lr_scale(rule.adjust_lr_fn, outputs, inputs),
@@ -254,7 +256,35 @@ def _place(
     start += first // length * stride + first % length
     if length < size:  # columns are sharded
         return start, length, stride
+    if here.row.times > 1:
+        return start, here.row.run * cols, here.row.period * cols
+    if here.col.times > 1:  # of which each row has as many runs
+        return start, here.col.run, here.col.period
     return (start, size, 0) if here.cols == cols else (start, here.cols, cols)
+
+
+class Copies:
+    """Gives an op runs of rows or columns that repeat as one matrix, which is a copy, and puts it
+    back after the op."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def matrix(self, view: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns a block of a matrix, which has one dimension more if its runs repeat."""
+        return view if view.dim() == 2 else self._kept(view, view.reshape(tuple(shape)))
+
+    def dense(self, view: Tensor) -> Tensor:
+        """Returns what rows or blocks of 8-bit codes have, as a contiguous tensor."""
+        return view if view.is_contiguous() else self._kept(view, view.contiguous())
+
+    def _kept(self, view: Tensor, copy: Tensor) -> Tensor:
+        self._pairs.append((view, copy))
+        return copy
+
+    def put_back(self) -> None:
+        for view, copy in self._pairs:
+            view.copy_(copy.view(view.shape))
 
 
 def gather_momentum(
@@ -266,10 +296,11 @@ def gather_momentum(
 ) -> None:
     """Updates the moments, and writes what is to be made orthogonal with its sums of squares: to
     the memory of ``updates``, :func:`as_gathered`."""
+    copies, shapes = Copies(), [update.shape for update in updates]
     torch.ops.headroom.muon_momentum_(
-        [one.grad for one in matrices],
-        [one.moment for one in matrices],
-        [one.absmax for one in matrices if one.absmax is not None],
+        [one.grad.reshape(shape) for one, shape in zip(matrices, shapes)],
+        [copies.matrix(one.moment, shape) for one, shape in zip(matrices, shapes)],
+        [copies.dense(one.absmax) for one in matrices if one.absmax is not None],
         [as_gathered(one) for one in updates],
         squares,
         momentum=rule.momentum,
@@ -278,6 +309,7 @@ def gather_momentum(
         block_size=rule.block_size,
         **{name: options.get(name) for name in ("grad_scale", "found_inf", "clip_coef")},
     )
+    copies.put_back()
 
 
 class Updates:
@@ -307,17 +339,23 @@ class Updates:
         if self._seeds is not None:
             options["weight_seeds"] = [self._seeds[one.owner] for one in matrices]
             options["places"] = [number for one in matrices for number in one.place]
+        copies, shapes = Copies(), [update.shape for update in updates]
         torch.ops.headroom.muon_update_(
-            [one.param for one in matrices],
+            [copies.matrix(one.param, shape) for one, shape in zip(matrices, shapes)],
             updates,
-            [one.row_var for one in matrices if one.row_var is not None],
+            [copies.dense(one.row_var) for one in matrices if one.row_var is not None],
             steps,
-            [one.residual for one in matrices if one.residual is not None],
+            [
+                copies.matrix(one.residual, shape)
+                for one, shape in zip(matrices, shapes)
+                if one.residual is not None
+            ],
             scales=[one.scale for one in matrices],
             weight_decay=rule.weight_decay,
             beta2=0.95 if rule.normuon is None else rule.normuon,
             **options,
         )
+        copies.put_back()
 
 
 def batched(

@@ -374,7 +374,8 @@ class Experts(nn.Module):
     [
         ((False, True), 2, False),
         ((True, True), (24, 24), True),
-        ((True, False), None, True),  # gates and ups by turns
+        ((True, False), (24, (1, 1)), True),
+        ((False, False), (24, (1, 1)), False),
     ],
 )
 def test_experts_are_split(layout, split, transposed):

@@ -58,14 +58,18 @@ def small(kind, **sizes):
 
 HEADS = {"hidden_size": 32, "num_attention_heads": 4}
 MODELS = {
-    "CodeGen": (dict(n_embd=32, n_layer=1, n_head=4, rotary_dim=4), "qkv_proj", None),
-    "GPTBigCode": (dict(n_embd=32, n_layer=1, n_head=4, multi_query=False), "c_attn", None),
+    "CodeGen": (dict(n_embd=64, n_layer=1, n_head=8, rotary_dim=4), "qkv_proj", (4, (16, 16, 16))),
+    "GPTBigCode": (
+        dict(n_embd=32, n_layer=1, n_head=4, multi_query=False),
+        "c_attn",
+        (4, (8, 8, 8)),
+    ),
     "MiniMax": (
         HEADS
         | {"layer_types": ["linear_attention"], "num_local_experts": 2, "head_dim": 8}
         | {"intermediate_size": 16, "num_key_value_heads": 4},
         "qkv_proj",
-        None,
+        (4, (8, 8, 8)),
     ),
     "GPT2": (dict(n_embd=32, n_layer=1, n_head=4), "c_attn", (32, 32, 32)),
     "Mpt": (dict(d_model=32, n_layers=1, n_heads=4), "Wqkv", 3),
@@ -87,8 +91,52 @@ def test_packed_matrices_are_split_where_their_layout_is_known(kind):
         if name.endswith(f"{packed}.weight")
     }
     assert split == parts
-    words = f"whole, since their layout is not known: {packed}; split="
-    assert (words in str(optimizer.choice)) is (parts is None)
+    assert f"packed matrices are split: {packed} in 3" in str(optimizer.choice)
+    assert "not known" not in str(optimizer.choice)
+
+
+@pytest.mark.parametrize(
+    "kind, values, out",
+    [("CodeGen", 1, "out_proj"), ("GPTBigCode", 2, "c_proj"), ("MiniMax", 2, "out_proj")],
+)
+def test_parts_by_head_are_queries_keys_and_values(kind, values, out):
+    """Without the rows of the values attention gives nothing, and without others it gives some."""
+    sizes, packed, (times, rows) = MODELS[kind]
+    model, given = small(kind, **sizes).eval(), []
+    (attention,) = [one for one in model.modules() if hasattr(one, packed)]
+    getattr(attention, out).register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    layer = getattr(attention, packed)
+    nn.init.normal_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    weight = layer.weight.detach().clone()
+    for part in range(3):
+        layer.weight.data.copy_(weight).view(times, 3, rows[0], -1)[:, part] = 0
+        with torch.no_grad():
+            model(torch.arange(1, 9)[None])
+        is_nothing = not given.pop().any()
+        assert is_nothing is (part == values) or (kind == "MiniMax" and part != values)
+
+
+def test_one_key_for_all_heads():
+    """That of GPTBigCode comes after all queries; what attends to an encoder has other parts."""
+    sizes = dict(n_embd=32, n_layer=1, n_head=4)
+    optimizer = Muon(small("GPTBigCode", **sizes, multi_query=True))
+    assert (32, 8, 8) in [group["split"] for group in optimizer.param_groups]
+    crossed = small("GPTBigCode", **sizes, multi_query=False, add_cross_attention=True)
+    assert "layout is not known: c_attn" in str(Muon(crossed).choice)
+
+
+def test_gates_and_ups_of_gpt_oss_alternate():
+    sizes = HEADS | {"intermediate_size": 24, "num_local_experts": 2, "head_dim": 8}
+    optimizer = Muon(small("GptOss", **sizes, num_key_value_heads=2))
+    splits = {
+        name.rpartition(".")[2]: (group["split"], group["transposed"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert splits["gate_up_proj"] == ((24, (1, 1)), True)
+    assert splits["down_proj"] == (None, True)
 
 
 def test_a_name_with_several_layouts_in_an_unknown_module_is_one_matrix():

@@ -10,6 +10,14 @@ from helpers.captured import captured
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("runtime")]
 REPLAYS = 5
+
+
+def muon_by_turns(params, **options):
+    splits = (8, (2, 4)), (12, (1, 1))  # of matrices of 48 x 32 and 24 x 24
+    groups = [{"params": [p], "split": each, "use_muon": True} for p, each in zip(params, splits)]
+    return headroom.optim.Muon(groups, **options)
+
+
 # Every optimizer that says that it is capturable, in each way in which its step differs.
 OPTIMIZERS = {
     "Adam": (headroom.optim.Adam, {}),
@@ -26,6 +34,7 @@ OPTIMIZERS = {
     "SGD8bit": (headroom.optim.SGD8bit, {"momentum": 0.9}),
     "Muon": (headroom.optim.Muon, {}),
     "Muon8bit": (headroom.optim.Muon8bit, {}),
+    "Muon with parts that take turns": (muon_by_turns, {"normuon": 0.9}),
 }
 
 
