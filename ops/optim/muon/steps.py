@@ -36,7 +36,7 @@ ALIGNED = 256  # bytes, at whose multiples matrices and workspaces begin
 
 
 class Rule(NamedTuple):
-    """What the matrices of a group have in common."""
+    """Holds what a step takes for all matrices of a group."""
 
     momentum: float
     nesterov: bool

@@ -12,24 +12,10 @@ from headroom.state import load_adapter, save_adapter
 from torch import nn
 
 from helpers.bits import assert_same_bits
-from helpers.hf_models import inputs_of, model_of
+from helpers.hf_models import model_of, outputs, shaken
 
 peft = pytest.importorskip("peft")
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-
-def shaken(model):
-    """Gives what trains other values, and returns the model."""
-    torch.manual_seed(8)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data.normal_(std=0.1)
-    return model.eval()
-
-
-def outputs(model):
-    with torch.no_grad():
-        return model(input_ids=inputs_of()["input_ids"]).logits
 
 
 def config_in(folder):

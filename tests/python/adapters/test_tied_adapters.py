@@ -16,7 +16,7 @@ from torch import nn
 
 from helpers.bits import assert_same_bits
 from helpers.few_bits import error, gradients
-from helpers.hf_models import inputs_of, model_of
+from helpers.hf_models import inputs_of, model_of, outputs, shaken
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -40,20 +40,6 @@ class Tied(nn.Module):
 
 def tied(**options):
     return model_of("Llama", tie_word_embeddings=True, **options)
-
-
-def shaken(model):
-    """Gives what trains other values, and returns the model in evaluation."""
-    torch.manual_seed(8)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data.normal_(std=0.1)
-    return model.eval()
-
-
-def outputs(model):
-    with torch.no_grad():
-        return model(input_ids=inputs_of()["input_ids"]).logits
 
 
 def trained(model):

@@ -57,3 +57,18 @@ def inputs_of(padded=False, tokens=TOKENS):
     mask = torch.ones_like(ids)
     mask[1, tokens - 4 :] = 0
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+
+
+def shaken(model):
+    """Gives what trains other values, and returns the model in evaluation."""
+    torch.manual_seed(8)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.normal_(std=0.1)
+    return model.eval()
+
+
+def outputs(model):
+    """Returns the logits of a batch, without gradients."""
+    with torch.no_grad():
+        return model(input_ids=inputs_of()["input_ids"]).logits
