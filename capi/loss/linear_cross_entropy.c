@@ -162,8 +162,8 @@ static hr_status check_workspace(lce_call *call, void *workspace, size_t bytes)
                call->function, bytes, call->layout.bytes);
     HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
                "%s: workspace is at %p, wanted a multiple of 16 bytes", call->function, workspace);
-    const size_t past = (uintptr_t)workspace % LCE_ALIGNMENT;
-    call->workspace = (char *)workspace + (past ? LCE_ALIGNMENT - past : 0);
+    const size_t past = (uintptr_t)workspace % HR_PART_ALIGNMENT;
+    call->workspace = (char *)workspace + (past ? HR_PART_ALIGNMENT - past : 0);
     return HR_OK;
 }
 

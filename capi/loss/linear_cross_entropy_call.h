@@ -4,10 +4,9 @@
 #define HR_LINEAR_CROSS_ENTROPY_CALL_H
 
 #include "capi/check/check.h"
+#include "capi/check/layout.h"
 #include "kernels/loss/linear_cross_entropy.h"
 
-#define LCE_ALIGNMENT ((size_t)256)
-#define LCE_NONE      SIZE_MAX
 #define LCE_ANY \
     (HR_LINEAR_CROSS_ENTROPY_HIDDEN | HR_LINEAR_CROSS_ENTROPY_WEIGHT | HR_LINEAR_CROSS_ENTROPY_BIAS)
 
@@ -22,7 +21,7 @@ typedef struct lce_sizes {
     hr_linear_cross_entropy_mode mode;
 } lce_sizes;
 
-/* Parts of the workspace: LCE_NONE, or the first byte. */
+/* Parts of the workspace, as capi/check/layout.h has them. */
 typedef struct lce_layout {
     size_t totals, index, target, scale, dloss, loss, lse, lse_low, seen;
     size_t parts;       /* [CE_PARTS]: sums of parts of the rows, in turn those of each step */
@@ -55,7 +54,7 @@ typedef struct lce_call {
     uint32_t wanted;
     int32_t is_backward; /* lse is given */
     float *result;
-    char *workspace; /* at a multiple of LCE_ALIGNMENT */
+    char *workspace; /* at a multiple of HR_PART_ALIGNMENT */
     const hr_exec *exec;
 } lce_call;
 

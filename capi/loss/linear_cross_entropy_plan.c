@@ -110,15 +110,6 @@ hr_gemm_config lce_gemm_config(const hr_linear_cross_entropy_config *config, hr_
     return gemm;
 }
 
-static size_t take(lce_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
-{
-    if (!wanted)
-        return LCE_NONE;
-    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
-    layout->bytes += (bytes + LCE_ALIGNMENT - 1) / LCE_ALIGNMENT * LCE_ALIGNMENT;
-    return at;
-}
-
 /* What the products of a part need, and for a GPU that may not be there what is given to all. */
 static hr_status product_bytes(size_t *largest, const lce_sizes *s,
                                const hr_linear_cross_entropy_config *config, const hr_exec *exec)
@@ -148,32 +139,35 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
     const int narrow_out = config->grad_dtype != HR_F32;
     const int halves = weight && lce_sums_in_halves(s, config);
     *layout = (lce_layout){0};
-    layout->totals = take(layout, 1, 1, 1, sizeof(lce_totals));
-    layout->index = take(layout, 1, s->rows, 1, sizeof(int64_t));
-    layout->target = take(layout, 1, s->rows, 1, sizeof(int64_t));
-    layout->scale = take(layout, 1, s->rows, 1, sizeof(float));
-    layout->dloss = take(layout, 1, s->rows, 1, sizeof(float));
-    layout->loss = take(layout, 1, s->rows, 1, sizeof(float));
-    layout->lse = take(layout, 1, s->rows, 1, sizeof(float));
-    layout->lse_low = take(layout, 1, s->rows, 1, sizeof(float));
-    layout->seen = take(layout, 1, s->chunk, 1, sizeof(ce_seen));
-    layout->parts = take(layout, !s->on_cpu, ce_parts(s->rows), 1, sizeof(ce_totals));
-    layout->hidden = take(layout, 1, s->chunk, s->features, hr_dtype_size(s->computed));
-    layout->hidden_grad =
-        take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN, s->chunk, s->features, 4);
-    layout->logits = take(layout, 1, s->chunk, s->pitch, 4);
-    layout->weight = take(layout, narrow_in || config->matrix, s->panel, s->features,
-                          hr_dtype_size(s->computed));
-    layout->decoded = take(layout, narrow_in && config->matrix, s->panel, s->features,
-                           hr_dtype_size(config->dtype));
-    layout->bias = take(layout, 1, s->classes, 1, sizeof(float));
-    layout->weight_grad =
-        take(layout, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
-    layout->low = take(layout, halves, s->classes, s->features, 2);
-    layout->bias_grad =
-        take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_BIAS, s->classes, 1, sizeof(double));
+    layout->totals = hr_take_part(&layout->bytes, 1, 1, 1, sizeof(lce_totals));
+    layout->index = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(int64_t));
+    layout->target = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(int64_t));
+    layout->scale = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(float));
+    layout->dloss = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(float));
+    layout->loss = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(float));
+    layout->lse = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(float));
+    layout->lse_low = hr_take_part(&layout->bytes, 1, s->rows, 1, sizeof(float));
+    layout->seen = hr_take_part(&layout->bytes, 1, s->chunk, 1, sizeof(ce_seen));
+    layout->parts =
+        hr_take_part(&layout->bytes, !s->on_cpu, ce_parts(s->rows), 1, sizeof(ce_totals));
+    layout->hidden =
+        hr_take_part(&layout->bytes, 1, s->chunk, s->features, hr_dtype_size(s->computed));
+    layout->hidden_grad = hr_take_part(&layout->bytes, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN,
+                                       s->chunk, s->features, 4);
+    layout->logits = hr_take_part(&layout->bytes, 1, s->chunk, s->pitch, 4);
+    layout->weight = hr_take_part(&layout->bytes, narrow_in || config->matrix, s->panel,
+                                  s->features, hr_dtype_size(s->computed));
+    layout->decoded = hr_take_part(&layout->bytes, narrow_in && config->matrix, s->panel,
+                                   s->features, hr_dtype_size(config->dtype));
+    layout->bias = hr_take_part(&layout->bytes, 1, s->classes, 1, sizeof(float));
+    layout->weight_grad = hr_take_part(
+        &layout->bytes, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
+    layout->low = hr_take_part(&layout->bytes, halves, s->classes, s->features, 2);
+    layout->bias_grad = hr_take_part(&layout->bytes, wanted & HR_LINEAR_CROSS_ENTROPY_BIAS,
+                                     s->classes, 1, sizeof(double));
     HR_RUN(product_bytes(&layout->product_bytes, s, config, exec));
-    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
-    layout->bytes += LCE_ALIGNMENT;
+    layout->product = hr_take_part(&layout->bytes, layout->product_bytes > 0, 1,
+                                   (int64_t)layout->product_bytes, 1);
+    layout->bytes += HR_PART_ALIGNMENT;
     return HR_OK;
 }

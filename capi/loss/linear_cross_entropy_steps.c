@@ -8,7 +8,7 @@
 
 static void *at(const lce_call *call, size_t place)
 {
-    return place == LCE_NONE ? NULL : call->workspace + place;
+    return place == HR_NO_PART ? NULL : call->workspace + place;
 }
 
 static hr_rows rows_from(const hr_rows *rows, int64_t row, int64_t col, hr_dtype dtype)
@@ -79,7 +79,7 @@ static hr_status weights_of(const lce_call *call, hr_rows *weights, int64_t clas
     const lce_layout *const layout = &call->layout;
     const int64_t features = call->sizes.features;
     const hr_dtype dtype = call->config.dtype;
-    if (layout->weight == LCE_NONE) {
+    if (layout->weight == HR_NO_PART) {
         *weights = rows_from(&call->inputs.weight, class, 0, dtype);
         return HR_OK;
     }
@@ -89,7 +89,7 @@ static hr_status weights_of(const lce_call *call, hr_rows *weights, int64_t clas
     hr_rows given;
     if (call->config.matrix) {
         given =
-            layout->decoded == LCE_NONE ? panel : (hr_rows){at(call, layout->decoded), features};
+            layout->decoded == HR_NO_PART ? panel : (hr_rows){at(call, layout->decoded), features};
         HR_RUN(hr_dequantize_matrix(&given, call->config.matrix, class, classes, 0, features,
                                     call->exec));
     } else {
@@ -111,7 +111,7 @@ static hr_status compute_logits(const lce_call *call, const lce_part *part)
     config.transpose_b = 1;
     config.alpha = call->config.logit_scale;
     const float *const bias = call->inputs.bias ? (float *)at(call, call->layout.bias) : NULL;
-    const int64_t width = panel_of(call, part->classes, call->layout.weight != LCE_NONE);
+    const int64_t width = panel_of(call, part->classes, call->layout.weight != HR_NO_PART);
     for (int64_t j = 0; j < part->classes; j += width) {
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         hr_rows weights;
@@ -159,7 +159,7 @@ static hr_status hidden_gradient(const lce_call *call, const lce_part *part)
     const hr_rows sums = {at(call, call->layout.hidden_grad), s->features};
     hr_gemm_config config = lce_gemm_config(&call->config, s->computed);
     config.alpha = call->config.logit_scale;
-    const int64_t width = panel_of(call, part->classes, call->layout.weight != LCE_NONE);
+    const int64_t width = panel_of(call, part->classes, call->layout.weight != HR_NO_PART);
     for (int64_t j = 0; j < part->classes; j += width) {
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         hr_rows weights;
@@ -188,7 +188,7 @@ static hr_status weight_gradient(const lce_call *call, const lce_part *part)
     const hr_dtype dtype = call->config.grad_dtype;
     const hr_rows dlogits = logits_of(call, s->computed), hidden = hidden_of(call);
     const int overwrites = part->is_first && !call->config.add_to_weight_grads;
-    const int in_panels = layout->weight_grad != LCE_NONE;
+    const int in_panels = layout->weight_grad != HR_NO_PART;
     const hr_rows sums = {at(call, layout->weight_grad), s->features};
     uint16_t *const low = (uint16_t *)at(call, layout->low);
     hr_gemm_config config = lce_gemm_config(&call->config, s->computed);

@@ -65,7 +65,7 @@ hr_status hr_experts_query(hr_experts_needs *needs, const hr_experts_sizes *size
 
 void *experts_place(const experts_call *call, size_t place)
 {
-    return place == EXPERTS_NONE ? NULL : call->workspace + place;
+    return place == HR_NO_PART ? NULL : call->workspace + place;
 }
 
 void *experts_rows(const experts_call *call, const void *kept, size_t place, int64_t first,
@@ -129,7 +129,7 @@ static hr_status take_matrix(const experts_call *call, int64_t expert, const hr_
 {
     const int64_t bytes = expert * pitch * (int64_t)hr_dtype_size(stack->dtype);
     *rows = (hr_rows){(char *)stack->data + bytes, stack->stride};
-    if (place == EXPERTS_NONE)
+    if (place == HR_NO_PART)
         return HR_OK;
     const hr_rows rounded = {experts_place(call, place), stack->cols};
     const hr_rows from = *rows;
@@ -204,8 +204,8 @@ experts_activate_args experts_unit_args(const experts_call *call, const experts_
 
 static float *sums_of(const experts_call *call, void *result)
 {
-    return call->layout.sums == EXPERTS_NONE ? (float *)result
-                                             : (float *)experts_place(call, call->layout.sums);
+    return call->layout.sums == HR_NO_PART ? (float *)result
+                                           : (float *)experts_place(call, call->layout.sums);
 }
 
 hr_status experts_begin_sums(const experts_call *call, void *result)
@@ -234,7 +234,7 @@ hr_status experts_add(const experts_call *call, void *result, const experts_tile
 hr_status experts_end_sums(const experts_call *call, void *result)
 {
     const int64_t numel = call->sizes.tokens * call->sizes.hidden;
-    if (call->layout.sums == EXPERTS_NONE || numel == 0)
+    if (call->layout.sums == HR_NO_PART || numel == 0)
         return HR_OK;
     const hr_rows to = {result, numel}, from = {sums_of(call, result), numel};
     return experts_round(call, &to, call->config.dtype, &from, 1, numel);

@@ -31,7 +31,7 @@ static hr_status add_matrix_grad(const experts_backward *b, const experts_part *
     const hr_rows right = {(void *)(turned ? outputs : inputs), n};
     const size_t bytes = (size_t)(m * n) * hr_dtype_size(matrix->dtype);
     const hr_rows grad = {(char *)stack + (size_t)part->expert * bytes, n};
-    const int is_summed = sum != EXPERTS_NONE && !(part->is_first && part->is_last);
+    const int is_summed = sum != HR_NO_PART && !(part->is_first && part->is_last);
     const hr_rows to = {is_summed ? experts_place(call, sum) : grad.data, n};
     hr_gemm_config config = experts_gemm_config(call);
     config.out_dtype = is_summed ? HR_F32 : matrix->dtype;

@@ -4,6 +4,7 @@
 #define HR_EXPERTS_CALL_H
 
 #include "capi/check/check.h"
+#include "capi/check/layout.h"
 #include "kernels/nn/experts.h"
 
 #define EXPERTS_ANY                                                                    \
@@ -12,10 +13,7 @@
 /* The gradients that need gate and up, which all do but that of the bias of down. */
 #define EXPERTS_INNER (EXPERTS_ANY & ~HR_EXPERTS_DOWN_BIAS)
 
-/* A part of the workspace: EXPERTS_NONE, or its first byte, a multiple of EXPERTS_ALIGNMENT. */
-#define EXPERTS_NONE      SIZE_MAX
-#define EXPERTS_ALIGNMENT ((size_t)256)
-
+/* Parts of the workspace, as capi/check/layout.h has them. */
 typedef struct experts_layout {
     /* of a tile: rows */
     size_t x, dy;         /* [tile, hidden]: gathered */

@@ -179,8 +179,8 @@ hr_status experts_check_workspace(experts_call *call, void *workspace, size_t by
                call->function, bytes, call->layout.bytes);
     HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
                "%s: workspace is at %p, wanted a multiple of 16 bytes", call->function, workspace);
-    const size_t past = (uintptr_t)workspace % EXPERTS_ALIGNMENT;
-    call->workspace = (char *)workspace + (past ? EXPERTS_ALIGNMENT - past : 0);
+    const size_t past = (uintptr_t)workspace % HR_PART_ALIGNMENT;
+    call->workspace = (char *)workspace + (past ? HR_PART_ALIGNMENT - past : 0);
     return HR_OK;
 }
 
@@ -191,53 +191,48 @@ int experts_reads_x(uint32_t wanted, int keeps_gate_up)
     return (wanted & HR_EXPERTS_GATE_UP) || ((wanted & EXPERTS_INNER) && !keeps_gate_up);
 }
 
-static size_t take(experts_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
-{
-    if (!wanted)
-        return EXPERTS_NONE;
-    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
-    layout->bytes += (bytes + EXPERTS_ALIGNMENT - 1) / EXPERTS_ALIGNMENT * EXPERTS_ALIGNMENT;
-    return at;
-}
-
 /* What both passes have: matrices in another dtype, sums of tokens, and scratch memory of products. */
 static hr_status finish(experts_call *call, int sums)
 {
     experts_layout *const layout = &call->layout;
     const hr_experts_sizes *const s = &call->sizes;
     const hr_dtype dtype = call->config.dtype;
-    layout->gate_up_matrix =
-        take(layout, call->params.gate_up.dtype != dtype, call->width, s->hidden, call->element);
-    layout->down_matrix =
-        take(layout, call->params.down.dtype != dtype, s->hidden, s->features, call->element);
-    layout->out = take(layout, sums, call->tile, s->hidden, sizeof(float));
-    layout->sums = take(layout, sums && dtype != HR_F32, s->tokens, s->hidden, sizeof(float));
+    layout->gate_up_matrix = hr_take_part(&layout->bytes, call->params.gate_up.dtype != dtype,
+                                          call->width, s->hidden, call->element);
+    layout->down_matrix = hr_take_part(&layout->bytes, call->params.down.dtype != dtype, s->hidden,
+                                       s->features, call->element);
+    layout->out = hr_take_part(&layout->bytes, sums, call->tile, s->hidden, sizeof(float));
+    layout->sums =
+        hr_take_part(&layout->bytes, sums && dtype != HR_F32, s->tokens, s->hidden, sizeof(float));
     const hr_gemm_config config = experts_gemm_config(call);
     const hr_status status = hr_gemm_workspace(&layout->product_bytes, call->tile, call->width,
                                                s->hidden, &config, call->exec);
-    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
-    layout->bytes += EXPERTS_ALIGNMENT;
+    layout->product = hr_take_part(&layout->bytes, layout->product_bytes > 0, 1,
+                                   (int64_t)layout->product_bytes, 1);
+    layout->bytes += HR_PART_ALIGNMENT;
     return status;
 }
 
-static const experts_layout nothing = {.x = EXPERTS_NONE,
-                                       .dy = EXPERTS_NONE,
-                                       .gate_up = EXPERTS_NONE,
-                                       .gate_up_grads = EXPERTS_NONE,
-                                       .inner = EXPERTS_NONE,
-                                       .q = EXPERTS_NONE,
-                                       .gate_up_sum = EXPERTS_NONE,
-                                       .down_sum = EXPERTS_NONE,
-                                       .bias_sum = EXPERTS_NONE};
+static const experts_layout nothing = {.x = HR_NO_PART,
+                                       .dy = HR_NO_PART,
+                                       .gate_up = HR_NO_PART,
+                                       .gate_up_grads = HR_NO_PART,
+                                       .inner = HR_NO_PART,
+                                       .q = HR_NO_PART,
+                                       .gate_up_sum = HR_NO_PART,
+                                       .down_sum = HR_NO_PART,
+                                       .bias_sum = HR_NO_PART};
 
 hr_status experts_plan_forward(experts_call *call, int keeps_gate_up, int keeps_activated)
 {
     const hr_experts_sizes *const s = &call->sizes;
     experts_layout *const layout = &call->layout;
     *layout = nothing;
-    layout->x = take(layout, 1, call->tile, s->hidden, call->element);
-    layout->gate_up = take(layout, !keeps_gate_up, call->tile, call->width, call->element);
-    layout->inner = take(layout, !keeps_activated, call->tile, s->features, call->element);
+    layout->x = hr_take_part(&layout->bytes, 1, call->tile, s->hidden, call->element);
+    layout->gate_up =
+        hr_take_part(&layout->bytes, !keeps_gate_up, call->tile, call->width, call->element);
+    layout->inner =
+        hr_take_part(&layout->bytes, !keeps_activated, call->tile, s->features, call->element);
     return finish(call, 1);
 }
 
@@ -247,20 +242,23 @@ hr_status experts_plan_backward(experts_call *call, uint32_t wanted, int keeps_g
     experts_layout *const layout = &call->layout;
     *layout = nothing;
     const int inner = (wanted & EXPERTS_INNER) != 0, several = call->rows > call->tile;
-    layout->dy = take(layout, inner, call->tile, s->hidden, call->element);
-    layout->x =
-        take(layout, experts_reads_x(wanted, keeps_gate_up), call->tile, s->hidden, call->element);
-    layout->gate_up_grads = take(layout, inner, call->tile, call->width, call->element);
-    layout->gate_up = keeps_gate_up ? EXPERTS_NONE : layout->gate_up_grads;
-    layout->q = take(layout, inner, call->tile, s->features, sizeof(float));
-    layout->inner = take(layout, wanted & HR_EXPERTS_DOWN, call->tile, s->features, call->element);
-    layout->gate_up_sum = take(
-        layout, several && (wanted & HR_EXPERTS_GATE_UP) && call->params.gate_up.dtype != HR_F32,
-        call->width, s->hidden, sizeof(float));
-    layout->down_sum =
-        take(layout, several && (wanted & HR_EXPERTS_DOWN) && call->params.down.dtype != HR_F32,
-             s->hidden, s->features, sizeof(float));
-    layout->bias_sum =
-        take(layout, several && (wanted & HR_EXPERTS_GATE_UP_BIAS), 1, call->width, sizeof(double));
+    layout->dy = hr_take_part(&layout->bytes, inner, call->tile, s->hidden, call->element);
+    layout->x = hr_take_part(&layout->bytes, experts_reads_x(wanted, keeps_gate_up), call->tile,
+                             s->hidden, call->element);
+    layout->gate_up_grads =
+        hr_take_part(&layout->bytes, inner, call->tile, call->width, call->element);
+    layout->gate_up = keeps_gate_up ? HR_NO_PART : layout->gate_up_grads;
+    layout->q = hr_take_part(&layout->bytes, inner, call->tile, s->features, sizeof(float));
+    layout->inner = hr_take_part(&layout->bytes, wanted & HR_EXPERTS_DOWN, call->tile, s->features,
+                                 call->element);
+    layout->gate_up_sum = hr_take_part(&layout->bytes,
+                                       several && (wanted & HR_EXPERTS_GATE_UP) &&
+                                           call->params.gate_up.dtype != HR_F32,
+                                       call->width, s->hidden, sizeof(float));
+    layout->down_sum = hr_take_part(
+        &layout->bytes, several && (wanted & HR_EXPERTS_DOWN) && call->params.down.dtype != HR_F32,
+        s->hidden, s->features, sizeof(float));
+    layout->bias_sum = hr_take_part(&layout->bytes, several && (wanted & HR_EXPERTS_GATE_UP_BIAS),
+                                    1, call->width, sizeof(double));
     return finish(call, wanted & HR_EXPERTS_X);
 }

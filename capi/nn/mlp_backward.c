@@ -11,7 +11,7 @@ typedef struct mlp_backward {
 } mlp_backward;
 
 /* The gradient of a matrix and of its bias, either of which may not be wanted: [outputs, inputs].
- * `sum`, `bias_sum`: where in the workspace sums over tiles are, or MLP_NONE. */
+ * `sum`, `bias_sum`: where in the workspace sums over tiles are, or HR_NO_PART. */
 typedef struct matrix_grad {
     hr_rows grad;
     void *bias_grad;
@@ -53,7 +53,7 @@ static hr_status add_tile(const mlp_call *call, const matrix_grad *m, const hr_r
         config.out_dtype = HR_F32;
     const hr_rows sum = {mlp_at(call, m->sum), m->inputs};
     const mlp_factor factor = {*inputs, NULL};
-    return mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, &factor, NULL,
+    return mlp_product(call, m->sum == HR_NO_PART ? &m->grad : &sum, output_grads, &factor, NULL,
                        m->outputs, m->inputs, rows, &config);
 }
 
@@ -86,14 +86,14 @@ static hr_status store_rows(const mlp_call *call, const hr_rows *to, float *from
 
 static hr_status store_sums(const mlp_call *call, const matrix_grad *m)
 {
-    if (m->grad.data && m->sum != MLP_NONE)
+    if (m->grad.data && m->sum != HR_NO_PART)
         HR_RUN(store_rows(call, &m->grad, (float *)mlp_at(call, m->sum), m->outputs, m->inputs));
     return HR_OK;
 }
 
 static size_t past(size_t place, int64_t values, size_t element)
 {
-    return place == MLP_NONE ? MLP_NONE : place + (size_t)values * element;
+    return place == HR_NO_PART ? HR_NO_PART : place + (size_t)values * element;
 }
 
 static matrix_grad gate_up_grad(const mlp_backward *b, const gate_up_part *part)

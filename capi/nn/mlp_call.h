@@ -14,7 +14,7 @@ typedef struct mlp_call {
     hr_matrix matrices[3]; /* that config points to, where they are of few bits */
     hr_mlp_saved saved;    /* NULL where not kept */
     hr_rows x;             /* NULL data where not given */
-    char *workspace;       /* at a multiple of MLP_ALIGNMENT */
+    char *workspace;       /* at a multiple of HR_PART_ALIGNMENT */
     const hr_exec *exec;
 } mlp_call;
 
@@ -63,7 +63,7 @@ int mlp_parts(const mlp_call *call, const hr_mlp_params *grads, gate_up_part par
 /* The buffers that are kept: a sum of MLP_STATISTICS, ... */
 uint32_t mlp_kept_in(const mlp_call *call);
 
-/* A part of the workspace, or NULL for MLP_NONE. */
+/* A part of the workspace, or NULL for HR_NO_PART. */
 void *mlp_at(const mlp_call *call, size_t place);
 
 hr_rows mlp_rows_from(const mlp_call *call, const hr_rows *rows, int64_t first);

@@ -176,8 +176,8 @@ hr_status mlp_check_workspace(mlp_call *call, void *workspace, size_t bytes)
                call->function, bytes, call->layout.bytes);
     HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
                "%s: workspace is at %p, wanted a multiple of 16 bytes", call->function, workspace);
-    const size_t past = (uintptr_t)workspace % MLP_ALIGNMENT;
-    call->workspace = (char *)workspace + (past ? MLP_ALIGNMENT - past : 0);
+    const size_t past = (uintptr_t)workspace % HR_PART_ALIGNMENT;
+    call->workspace = (char *)workspace + (past ? HR_PART_ALIGNMENT - past : 0);
     return HR_OK;
 }
 

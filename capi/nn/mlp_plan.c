@@ -117,15 +117,6 @@ int mlp_reads_x(uint32_t wanted, uint32_t kept)
 
 /* ---- Where things lie ------------------------------------------------------------------------ */
 
-static size_t take(mlp_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
-{
-    if (!wanted)
-        return MLP_NONE;
-    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
-    layout->bytes += (bytes + MLP_ALIGNMENT - 1) / MLP_ALIGNMENT * MLP_ALIGNMENT;
-    return at;
-}
-
 static hr_status widen(size_t *most, int64_t m, int64_t n, int64_t k, const hr_gemm_config *config,
                        const hr_exec *exec)
 {
@@ -185,24 +176,25 @@ static hr_status product_bytes(size_t *most, const mlp_sizes *s, const hr_mlp_co
 
 static mlp_layout empty_layout(void)
 {
-    return (mlp_layout){.normed = MLP_NONE,
-                        .gate_up = MLP_NONE,
-                        .inner = MLP_NONE,
-                        .gate_up_grad = MLP_NONE,
-                        .gate_up_sum = MLP_NONE,
-                        .down_sum = MLP_NONE,
-                        .gate_up_bias_sum = MLP_NONE,
-                        .down_bias_sum = MLP_NONE,
-                        .norm = MLP_NONE,
-                        .product = MLP_NONE};
+    return (mlp_layout){.normed = HR_NO_PART,
+                        .gate_up = HR_NO_PART,
+                        .inner = HR_NO_PART,
+                        .gate_up_grad = HR_NO_PART,
+                        .gate_up_sum = HR_NO_PART,
+                        .down_sum = HR_NO_PART,
+                        .gate_up_bias_sum = HR_NO_PART,
+                        .down_bias_sum = HR_NO_PART,
+                        .norm = HR_NO_PART,
+                        .product = HR_NO_PART};
 }
 
 static hr_status finish(mlp_layout *layout, const mlp_sizes *s, const hr_mlp_config *config,
                         const hr_exec *exec)
 {
     const hr_status status = product_bytes(&layout->product_bytes, s, config, exec);
-    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
-    layout->bytes += MLP_ALIGNMENT;
+    layout->product = hr_take_part(&layout->bytes, layout->product_bytes > 0, 1,
+                                   (int64_t)layout->product_bytes, 1);
+    layout->bytes += HR_PART_ALIGNMENT;
     return status;
 }
 
@@ -210,9 +202,12 @@ hr_status mlp_forward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t ke
                              const hr_mlp_config *config, const hr_exec *exec)
 {
     *layout = empty_layout();
-    layout->normed = take(layout, !(kept & MLP_NORMED), s->tile, s->hidden, s->element);
-    layout->gate_up = take(layout, !(kept & MLP_GATE_UP), s->tile, s->width, s->element);
-    layout->inner = take(layout, !(kept & MLP_ACTIVATED), s->tile, s->features, s->element);
+    layout->normed =
+        hr_take_part(&layout->bytes, !(kept & MLP_NORMED), s->tile, s->hidden, s->element);
+    layout->gate_up =
+        hr_take_part(&layout->bytes, !(kept & MLP_GATE_UP), s->tile, s->width, s->element);
+    layout->inner =
+        hr_take_part(&layout->bytes, !(kept & MLP_ACTIVATED), s->tile, s->features, s->element);
     return finish(layout, s, config, exec);
 }
 
@@ -223,22 +218,27 @@ hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t w
     const uint32_t again = mlp_evaluated(wanted, kept) & ~kept;
     const int through = (wanted & MLP_THROUGH) != 0, several = s->tiles > 1;
     const int sums = several && is_narrow(config);
-    layout->normed = take(layout, again & MLP_NORMED, s->tile, s->hidden, s->element);
-    layout->gate_up = take(layout, again & MLP_GATE_UP, s->tile, s->width, s->element);
-    layout->inner =
-        take(layout, through || (again & MLP_ACTIVATED), s->tile, s->features, s->element);
+    layout->normed =
+        hr_take_part(&layout->bytes, again & MLP_NORMED, s->tile, s->hidden, s->element);
+    layout->gate_up =
+        hr_take_part(&layout->bytes, again & MLP_GATE_UP, s->tile, s->width, s->element);
+    layout->inner = hr_take_part(&layout->bytes, through || (again & MLP_ACTIVATED), s->tile,
+                                 s->features, s->element);
     /* In the place of what it is the gradient of, or of what it is made of. */
     layout->gate_up_grad = layout->gate_up;
-    if (through && layout->gate_up == MLP_NONE && !config->gated && !(again & MLP_ACTIVATED))
+    if (through && layout->gate_up == HR_NO_PART && !config->gated && !(again & MLP_ACTIVATED))
         layout->gate_up_grad = layout->inner;
-    else if (through && layout->gate_up == MLP_NONE)
-        layout->gate_up_grad = take(layout, 1, s->tile, s->width, s->element);
-    layout->gate_up_sum = take(layout, sums && (wanted & HR_MLP_GATE_UP), s->width, s->hidden, 4);
-    layout->down_sum = take(layout, sums && (wanted & HR_MLP_DOWN), s->hidden, s->features, 4);
+    else if (through && layout->gate_up == HR_NO_PART)
+        layout->gate_up_grad = hr_take_part(&layout->bytes, 1, s->tile, s->width, s->element);
+    layout->gate_up_sum =
+        hr_take_part(&layout->bytes, sums && (wanted & HR_MLP_GATE_UP), s->width, s->hidden, 4);
+    layout->down_sum =
+        hr_take_part(&layout->bytes, sums && (wanted & HR_MLP_DOWN), s->hidden, s->features, 4);
     const uint32_t gate_up_bias = wanted & HR_MLP_GATE_UP_BIAS;
     const uint32_t down_bias = wanted & HR_MLP_DOWN_BIAS;
-    layout->gate_up_bias_sum = take(layout, several && gate_up_bias, 1, s->width, 8);
-    layout->down_bias_sum = take(layout, several && down_bias, 1, s->hidden, 8);
+    layout->gate_up_bias_sum =
+        hr_take_part(&layout->bytes, several && gate_up_bias, 1, s->width, 8);
+    layout->down_bias_sum = hr_take_part(&layout->bytes, several && down_bias, 1, s->hidden, 8);
     /* The norm is the last, so its scratch memory may lie where the tiles did. */
     if (wanted & (HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS)) {
         const hr_norm_config norm = mlp_norm_config(config);
@@ -248,8 +248,8 @@ hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t w
             return status;
         layout->norm = 0;
         if (layout->bytes < layout->norm_bytes)
-            layout->bytes =
-                (layout->norm_bytes + MLP_ALIGNMENT - 1) / MLP_ALIGNMENT * MLP_ALIGNMENT;
+            layout->bytes = (layout->norm_bytes + HR_PART_ALIGNMENT - 1) / HR_PART_ALIGNMENT *
+                            HR_PART_ALIGNMENT;
     }
     return finish(layout, s, config, exec);
 }

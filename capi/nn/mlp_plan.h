@@ -5,6 +5,7 @@
 #ifndef HR_MLP_PLAN_H
 #define HR_MLP_PLAN_H
 
+#include "capi/check/layout.h"
 #include "capi/headroom.h"
 
 /* The gradients that pass through the activation. */
@@ -21,11 +22,7 @@ typedef struct mlp_sizes {
     size_t element; /* bytes */
 } mlp_sizes;
 
-/* A part of the workspace: MLP_NONE, or its first byte. All are at multiples of MLP_ALIGNMENT, so
- * that a product finds its factors aligned in one way, whatever was kept. */
-#define MLP_NONE      SIZE_MAX
-#define MLP_ALIGNMENT ((size_t)256)
-
+/* Parts of the workspace, as capi/check/layout.h has them. */
 typedef struct mlp_layout {
     /* of a tile: rows */
     size_t normed;       /* [tile, hidden] */

@@ -12,7 +12,7 @@ uint32_t mlp_kept_in(const mlp_call *call)
 
 void *mlp_at(const mlp_call *call, size_t place)
 {
-    return place == MLP_NONE ? NULL : call->workspace + place;
+    return place == HR_NO_PART ? NULL : call->workspace + place;
 }
 
 hr_rows mlp_rows_from(const mlp_call *call, const hr_rows *rows, int64_t first)
