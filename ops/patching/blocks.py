@@ -20,9 +20,10 @@ from ..checkpointing.caches import checkpoints_by_itself, without_caches
 from ..checkpointing.every import repeated_blocks
 from ..host.saved import saved_on_host
 from ..nn import LEVELS, Block
+from ..nn.experts import ExpertsRule
 from ..nn.steps import ON_HOST, levels_for_all, save_level
 from .changes import Changes
-from .experts import ExpertsRule, keep_choices, swap_experts
+from .experts import keep_choices, swap_experts
 from .report import PatchReport
 from .routing import keeping_choices
 

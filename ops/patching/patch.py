@@ -8,11 +8,12 @@ from typing import Any, Literal
 from torch import nn
 
 from ..host.arena import HostArena
+from ..nn.experts import ExpertsRule
 from . import families, generic
 from .bitsandbytes import swap_bitsandbytes
 from .blocks import LEANEST_FREE, Options, PatchedLayer, chosen_levels, find_blocks
 from .changes import Changes, restore, undo
-from .experts import ExpertsRule, found_experts, swap_experts
+from .experts import found_experts, swap_experts
 from .losses import check_loss_options, swap_losses
 from .peft import swap_adapters
 from .report import PatchReport
