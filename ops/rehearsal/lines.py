@@ -11,12 +11,13 @@ from importlib.util import find_spec
 from itertools import takewhile
 from types import FrameType, TracebackType
 
-__all__ = ["is_check", "is_printing", "line", "line_of"]
+__all__ = ["is_own_read", "is_printing", "line", "line_of"]
 
 _DEVICE = ("/torch/", "/headroom_rehearsal/", "/ops/rehearsal/", "/headroom/cli/", "<")
 _HEADROOM = find_spec("headroom")
-# Where Headroom compares what it makes of a step with the step itself.
-_CHECKS = ("/step/rules.py", "/host/checksums.py")
+# Where Headroom compares what it makes of a step with the step itself, and where it moves what it
+# does not look at.
+_READS = ("/step/rules.py", "/host/checksums.py", "/host/engine.py")
 _LIBRARIES = (
     "/site-packages/",
     "/dist-packages/",
@@ -37,11 +38,11 @@ def line() -> str:
     return found or "?"
 
 
-def is_check() -> bool:
-    """Returns whether a check of Headroom's is running, whose answer a program does not see."""
+def is_own_read() -> bool:
+    """Returns whether Headroom itself reads, and the program does not see what."""
     names = (frame.f_code.co_filename for frame in _frames(sys._getframe(1)))
     caller = next((name for name in names if not _is_of_device(name)), "")
-    return caller.endswith(_CHECKS) and not _is_users(caller)
+    return caller.endswith(_READS) and not _is_users(caller)
 
 
 def is_printing() -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._memory import Lent, Raw, extent, write
 from ._operations import COMPOSITE, EMPTIES, KEPT, NUMBERS, Operation, cannot_compute, register
-from .lines import is_check, is_printing, line
+from .lines import is_own_read, is_printing, line
 
 libraries: list[torch.library.Library] = []
 _EMPTY = "memory that no operation of torch has written"
@@ -121,8 +121,8 @@ class Device:
         return self.answer if t.is_floating_point() and t.numel() == 1 else None
 
     def count(self, name: str) -> None:
-        """Counts a read of what ``name`` has not computed, but of none by a check of Headroom."""
-        if not is_check():
+        """Counts a read of what ``name`` has not computed, but of none by Headroom itself."""
+        if not is_own_read():
             self.reads[f"{line()} ({name})"] += 1
 
     def follow(self, inputs: list[Tensor], results: list[Tensor]) -> None:
