@@ -76,7 +76,7 @@ def states(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: 
 
         def resident_and_copies() -> Contender:
             paged = _optimizer(kind, shapes, dtype, offload="state", **options)
-            size = paged.paging.memory(paged).host
+            size = paged._paging.memory(paged).host
             optimizer, copies = _optimizer(kind, shapes, dtype, **options), Copies(size, size)
 
             def call() -> None:
@@ -144,7 +144,7 @@ def over_a_link(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **opti
         link = Throttled(LINK)
         paged = _optimizer(kind, shapes, dtype, step=False, **options)
         headroom.optim.offload(paged, bucket_bytes=SLOT)
-        paged.paging.engine_of = lambda device: link
+        paged._paging.engine_of = lambda device: link
         paged.step()
         pieces = _pieces(paged)
         resident = _optimizer(kind, shapes, dtype, **options)
@@ -191,7 +191,7 @@ def _pieces(optimizer: Any) -> list[int]:
     """Returns the bytes of the pieces that a step takes the states in."""
     from headroom.param_states.paging.parts import pieces_of
 
-    paging, (group,) = optimizer.paging, optimizer.param_groups
+    paging, (group,) = optimizer._paging, optimizer.param_groups
     (ring,) = paging._rings.values()
     size = group.get("block_size", 1)
     return [
@@ -216,7 +216,7 @@ def _on_host(engine: Any, kind: str, shapes: Shapes, slot: int | None, **options
 
     written.note, written.compare = note, lambda known, differs: differs.zero_()
     optimizer = _optimizer(kind, shapes, BF16, step=False, **options)
-    hosting = optimizer.paging = Hosting(HostArena(), None, slot)
+    hosting = optimizer._paging = Hosting(HostArena(), None, slot)
     hosting.engine_of = lambda device: engine
     hosting.adopt(optimizer)
     for _ in range(2):
@@ -342,7 +342,7 @@ def _then_asleep(step: Callable[[], object], end: Callable[[float], float]) -> C
 
 def _sizes(optimizer: Any) -> list[int]:
     """Returns the bytes of the gradients of each part that a step on the host takes."""
-    made = optimizer.paging._pieces.values()
+    made = optimizer._paging._pieces.values()
     return [sum(here.numel() for _, here in part.ups) for _, parts in made for part in parts]
 
 

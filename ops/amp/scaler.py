@@ -195,13 +195,13 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.check_finite = not unscaled
         try:
             optimizer.step(**kwargs)
-            found_inf, measured = optimizer.found_inf, optimizer.measured
+            found_inf, measured = optimizer.found_inf, optimizer._measured
         finally:
             del optimizer.grad_scale, optimizer.found_inf, optimizer.check_finite
         state["stage"] = OptState.STEPPED
         if measured is not None:
             for where, culprit in measured.culprits:
-                members = [optimizer.measured_params[i] for i in where]
+                members = [optimizer._measured_params[i] for i in where]
                 self._culprits.append((optimizer, members, culprit))
             flag = measured.found_inf.to(scale.device)
             found_inf = flag if found_inf is None else torch.maximum(flag, found_inf)

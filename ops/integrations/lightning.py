@@ -210,7 +210,7 @@ class FitCallback(FitsLoop, Callback):
                 choice=choice,
             )
 
-        found = kept_or_found(self.again(self.choice, *self._kept_budgets), fitted)
+        found = kept_or_found(self._again(self.choice, *self._kept_budgets), fitted)
         found.notes += [*eval_notes, *values.note()]
         return found
 

@@ -220,7 +220,7 @@ class FitsLoop:
         self._batches = 1.0  # of a step, for each that was planned
         self._says = False  # on the first rank
 
-    def again(
+    def _again(
         self, kept: Mapping[str, Any] | None, budget: Any, host_budget: Any = None
     ) -> Mapping[str, Any] | None:
         """Returns the choice that a checkpoint has kept if it was made within the same budgets, for

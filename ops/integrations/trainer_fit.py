@@ -185,7 +185,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         found = gathered(lambda: choice_of_checkpoint(trainer, resume_from_checkpoint))
         own = self.choice, (self.budget, self.host_budget)
         kept, budgets = next((one for one in found if one is not None), own)
-        fitted = self._fitted(trainer, kept, self.again(kept, *budgets), late)
+        fitted = self._fitted(trainer, kept, self._again(kept, *budgets), late)
         steps = batches_planned(trainer.args.gradient_accumulation_steps)
         self._parts = fitted.choice.micro_batches // steps
         apply(trainer, fitted, late=late)

@@ -77,7 +77,7 @@ def tensors_of_state(
     """Yields the kind and the name of each tensor of an optimizer's state, and the tensor; and the
     rings that states on the host pass through. ``names`` are those of the parameters, by their
     ids."""
-    paging = getattr(optimizer, "paging", None)
+    paging = getattr(optimizer, "_paging", None)
     for ring in [] if paging is None else paging.rings:
         yield "optimizer_state", "ring", ring
     for param, state in list(optimizer.state.items()):

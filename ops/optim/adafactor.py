@@ -108,7 +108,7 @@ class Adafactor(Optimizer):
         )
     """
 
-    refuses_offload = (
+    _refuses_offload = (
         "Adafactor's state is not offloaded: factored, it is a thousandth of the weights"
     )
 

@@ -65,9 +65,9 @@ class Adam8bit(EightBit, Adam):
     :func:`headroom.state.load_sharded` loads them.
     """
 
-    code_names = ("exp_avg", "exp_avg_sq")
-    own_options = (*EightBit.own_options, "bnb_exact", "code_rounding", "seed")
-    choices = EightBit.choices | {"code_rounding": get_args(CodeRounding)}
+    _code_names = ("exp_avg", "exp_avg_sq")
+    _own_options = (*EightBit._own_options, "bnb_exact", "code_rounding", "seed")
+    _choices = EightBit._choices | {"code_rounding": get_args(CodeRounding)}
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Adam8bit(EightBit, Adam):
     ) -> None:
         given = own_arguments(locals())
         self._overrides: dict[Tensor, int] = {}
-        names = [name for name in self.own_options if name in given and name != "seed"]
+        names = [name for name in self._own_options if name in given and name != "seed"]
         own = {name: given.pop(name) for name in names}
         self._more_defaults = {"optim_bits": 8, "seed": seed} | own
         super().__init__(**given)

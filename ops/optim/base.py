@@ -96,14 +96,14 @@ class Optimizer(StatefulOptimizer):
     clip_coef: Tensor | None = None
     check_finite = False  # whether a step itself looks for gradients that are not finite
     grad_norm: Tensor | None = None  # of the last step that measured it
-    measured: Measured | None = None
-    measured_params: Sequence[Tensor] = ()
+    _measured: Measured | None = None
+    _measured_params: Sequence[Tensor] = ()
     max_consecutive_skips = 10  # skipped steps in a row before a warning
     _stalled: StalledWeights | None = None  # in the last step
-    release_handle: Any = None  # the ReleaseHandle that steps parameters inside backward
-    paging: Paging | None = None  # what keeps the states on the host
-    refuses_offload: str | None = None  # why states stay on the device, if they must
-    refuses_host_step: str | None = None  # why they are stepped there, if they must
+    _release_handle: Any = None  # the ReleaseHandle that steps parameters inside backward
+    _paging: Paging | None = None  # what keeps the states on the host
+    _refuses_offload: str | None = None  # why states stay on the device, if they must
+    _refuses_host_step: str | None = None  # why they are stepped there, if they must
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class Optimizer(StatefulOptimizer):
     @property
     def offload_handle(self) -> OffloadHandle | None:
         """Returns the handle of the offload, or None if there is none."""
-        return None if self.paging is None else OffloadHandle(self)
+        return None if self._paging is None else OffloadHandle(self)
 
     @property
-    def skips_nonfinite(self) -> bool:
+    def _skips_nonfinite(self) -> bool:
         """Returns whether a step with gradients that are not finite changes nothing, even without a
         scaler."""
         return False
@@ -208,7 +208,7 @@ class Optimizer(StatefulOptimizer):
                 ops before it have: a group takes one op for each layout of states and device. Or
                 memory runs out: then nothing has been written.
         """
-        if (handle := self.release_handle) is not None and handle._finish(closure, max_grad_norm):
+        if (handle := self._release_handle) is not None and handle._finish(closure, max_grad_norm):
             return None
         loss = None
         if closure is not None:
@@ -222,7 +222,7 @@ class Optimizer(StatefulOptimizer):
 
     def _step(self, max_grad_norm: float | None) -> None:
         traced = torch.compiler.is_compiling()
-        if traced and self.paging is not None:
+        if traced and self._paging is not None:
             raise RuntimeError(
                 "a step whose state is on the host cannot be compiled; compile the model alone"
             )
@@ -230,8 +230,8 @@ class Optimizer(StatefulOptimizer):
         if not traced:
             self._places = check_memory(self.param_groups, plans, self._places)
         scalars = self.scalars
-        self.measured = None
-        checks = self.check_finite or (self.skips_nonfinite and self.found_inf is None)
+        self._measured = None
+        checks = self.check_finite or (self._skips_nonfinite and self.found_inf is None)
         if max_grad_norm is not None or checks:
             scalars = with_measured(self, scalars, max_grad_norm, plans)
         calls = [call for plan in plans for call in self._calls(plan, scalars)]
@@ -240,8 +240,8 @@ class Optimizer(StatefulOptimizer):
         count = self._prepared_count(scalars.found_inf)
         self._restart_stalled()
         self._run(calls)
-        if self.paging is not None:
-            self.paging.finish()
+        if self._paging is not None:
+            self._paging.finish()
         count()
 
     @property
@@ -257,14 +257,14 @@ class Optimizer(StatefulOptimizer):
             return partial(self._run, self._calls(plan, scalars))
 
     def _plan(self, group: dict[str, Any]) -> Plan:
-        layouts, params = self.every_layout(group), group["params"]
+        layouts, params = self._every_layout(group), group["params"]
         grads = list(map(attrgetter("grad"), params))
         found = [grad for grad in grads if grad is not None]
         if len(found) < len(grads):
             params = [param for param, grad in zip(params, grads) if grad is not None]
         if not params:
             return Plan(group, [], [], [], [])
-        indices = self.layout_indices(params, group) if len(layouts) > 1 else []
+        indices = self._layout_indices(params, group) if len(layouts) > 1 else []
         buckets = buckets_of(layouts, indices, params, found)
         return Plan(group, params, found, buckets, [self._table(bucket) for bucket in buckets])
 
@@ -275,7 +275,7 @@ class Optimizer(StatefulOptimizer):
             return None
         try:
             lists = bucket.params, bucket.grads
-            if self.paging is not None:  # the states are staged later
+            if self._paging is not None:  # the states are staged later
                 return table_of(lists)
             return table_of(lists, self.state, layout.param_like, layout.extra)
         except (RuntimeError, NotImplementedError):  # the op's own error is better
@@ -284,8 +284,8 @@ class Optimizer(StatefulOptimizer):
     def _calls(self, plan: Plan, scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a plan, with their buckets. Missing states,
         and all else that a step allocates, are made here: the calls only write."""
-        if self.paging is not None:
-            return self.paging.calls(self, plan, scalars)
+        if self._paging is not None:
+            return self._paging.calls(self, plan, scalars)
         tables = list(plan.tables)
         try:
             for i, bucket in enumerate(plan.buckets):
@@ -302,7 +302,7 @@ class Optimizer(StatefulOptimizer):
     def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a group by ops that take lists of
         tensors, one for each layout and :meth:`_list_key`."""
-        layouts = self.every_layout(group)
+        layouts = self._every_layout(group)
         lists: list[Any] = [[[] for _ in range(2 + len(one.slots))] for one in layouts]
         self._init_group(group, *(column for columns in lists for column in columns))
         buckets = []
@@ -334,13 +334,13 @@ class Optimizer(StatefulOptimizer):
         remaining = iter(columns)
         lists = {
             (layout.index, layout.weights): (layout, list(islice(remaining, 2 + len(layout.slots))))
-            for layout in self.every_layout(group)
+            for layout in self._every_layout(group)
         }
         for param in group["params"]:
             if param.grad is None:
                 continue
             layout, chosen = lists[
-                self._layout_index(param, group), self.weights_mode(param, group)
+                self._layout_index(param, group), self._weights_mode(param, group)
             ]
             entry = self._entry(param, group)
             values = (param, param.grad, *(entry[name] for name in layout.names))
@@ -427,12 +427,12 @@ class Optimizer(StatefulOptimizer):
     # ---- states ---------------------------------------------------------------------------------
 
     def _state_device(self, param: Tensor) -> torch.device:
-        is_paged = self.paging is not None and param not in self.paging.resident
+        is_paged = self._paging is not None and param not in self._paging.resident
         return torch.device("cpu") if is_paged else param.device
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        if self.paging is not None and param not in self.paging.resident:
-            return self.paging.entry(self, param, group)
+        if self._paging is not None and param not in self._paging.resident:
+            return self._paging.entry(self, param, group)
         return super()._entry(param, group)
 
     def memory(self) -> list[StateMemory]:
@@ -453,8 +453,8 @@ class Optimizer(StatefulOptimizer):
         gathers options too, and takes no dtypes there.
         """
         state_dict = super().state_dict()
-        if self.paging is not None:
-            state_dict["state"] = self.paging.detached(self, state_dict["state"])
+        if self._paging is not None:
+            state_dict["state"] = self._paging.detached(self, state_dict["state"])
         return export_state(state_dict)
 
     @torch._disable_dynamo
@@ -483,8 +483,8 @@ class Optimizer(StatefulOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         attributes = {name: self.__dict__[name] for name in COPIED if name in self.__dict__}
         state = super().__getstate__()
-        if self.paging is not None:  # a pickled view would bring its whole slab
-            state["state"] = defaultdict(dict, self.paging.detached(self, state["state"]))
+        if self._paging is not None:  # a pickled view would bring its whole slab
+            state["state"] = defaultdict(dict, self._paging.detached(self, state["state"]))
         return state | attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -498,8 +498,8 @@ class Optimizer(StatefulOptimizer):
             for group in groups:
                 check_weight_options(group)
             common_max_grad_norm(groups)
-            if self.paging is not None:
-                self.paging.adopt(self, groups, restored)
+            if self._paging is not None:
+                self._paging.adopt(self, groups, restored)
         self._places = []
         self.__dict__.setdefault("_skips", SkippedSteps())
         before = {

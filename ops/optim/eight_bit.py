@@ -26,22 +26,22 @@ class EightBit(Optimizer):
     """Makes the moments of an optimizer codes with scales; comes before that optimizer among the
     bases."""
 
-    code_names: tuple[str, ...] = ()  # of the moments, the one that tells first
-    own_options: tuple[str, ...] = ("optim_bits", "min_8bit_size", "block_size", "nonfinite")
-    choices: dict[str, tuple[Any, ...]] = {  # the values that options may have
+    _code_names: tuple[str, ...] = ()  # of the moments, the one that tells first
+    _own_options: tuple[str, ...] = ("optim_bits", "min_8bit_size", "block_size", "nonfinite")
+    _choices: dict[str, tuple[Any, ...]] = {  # the values that options may have
         "block_size": BLOCK_SIZES,
         "nonfinite": get_args(Nonfinite),
     }
-    scale_names: tuple[str, ...] = ()  # of their scales
+    _scale_names: tuple[str, ...] = ()  # of their scales
     _overrides: dict[Tensor, int]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.scale_names = tuple(map(absmax_of, cls.code_names))
+        cls._scale_names = tuple(map(absmax_of, cls._code_names))
 
     def _codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the names of the moments that parameters of a group have, which may be codes."""
-        return self.code_names
+        return self._code_names
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
         """Chooses 8-bit or float32 moments for a parameter of any size, before its first step. The
@@ -75,7 +75,7 @@ class EightBit(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
-            for key in self.own_options:
+            for key in self._own_options:
                 group.setdefault(key, defaults[key])
             group["nonfinite"] = defaults["nonfinite"]  # which is the same in all groups
         super().__setstate__(state)
@@ -87,7 +87,7 @@ class EightBit(Optimizer):
         check_number("min_8bit_size", options["min_8bit_size"])
         if not options["min_8bit_size"] >= 0:
             raise ValueError(f"min_8bit_size must be >= 0, got {options['min_8bit_size']}")
-        for name, allowed in self.choices.items():
+        for name, allowed in self._choices.items():
             value = options[name]
             if type(value) is not type(allowed[0]) or value not in allowed:
                 kind = ", as an int" if isinstance(allowed[0], int) else ""
@@ -96,7 +96,7 @@ class EightBit(Optimizer):
             raise ValueError("nonfinite holds for all groups: give it to the constructor")
 
     @property
-    def skips_nonfinite(self) -> bool:
+    def _skips_nonfinite(self) -> bool:
         return self.defaults["nonfinite"] == "skip_step"
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
@@ -111,7 +111,7 @@ class EightBit(Optimizer):
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         absmaxs = (
             Slot(scale, lambda param: zeros(param).shape, torch.float32, first=zeros)
-            for name, scale in zip(self.code_names, self.scale_names)
+            for name, scale in zip(self._code_names, self._scale_names)
             if name in names
         )
         return in_float32, Layout((*codes, *absmaxs, STEP))
@@ -124,7 +124,7 @@ class EightBit(Optimizer):
             return int(self._overrides[param] == 8)
         return int(group["optim_bits"] == 8 and param.numel() >= group["min_8bit_size"])
 
-    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Every step asks for thousands of small parameters.
         name = self._codes_in(group)[0]
         return [
@@ -135,14 +135,14 @@ class EightBit(Optimizer):
         ]
 
     def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
-        moments = map(entry.get, self.code_names)
+        moments = map(entry.get, self._code_names)
         return int(any(getattr(one, "dtype", None) == torch.uint8 for one in moments))
 
     def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = dict(super()._translated(param, entry, group))
-        for name in self.scale_names:
+        for name in self._scale_names:
             scales = entry.get(name)
             if not isinstance(scales, Tensor) or isinstance(scales, DTensor):
                 continue

@@ -136,11 +136,11 @@ def load_master_weights(
 def _weights(
     optimizer: Optimizer, create: bool = False
 ) -> Iterable[tuple[Tensor, WeightsMode, Tensor | None]]:
-    if optimizer.paging is not None:
-        optimizer.paging.wait()
+    if optimizer._paging is not None:
+        optimizer._paging.wait()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            mode = optimizer.weights_mode(param, group)
+            mode = optimizer._weights_mode(param, group)
             if mode.residual and create:
                 optimizer._entry(param, group)
             yield param, mode, optimizer.state.get(param, {}).get(mode.residual)

@@ -24,7 +24,7 @@ from .options import check_betas, check_fused, check_lr, of_groups, own_argument
 class OneMoment(Optimizer):
     """Base of SGD and Lion, whose op has one moment for each parameter."""
 
-    moment = ""  # its name in a state
+    _moment = ""  # its name in a state
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """Takes the arguments of a constructor; all but those of every optimizer are options of
@@ -54,7 +54,7 @@ class OneMoment(Optimizer):
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         if self._has_moment(group):
-            return (Layout((Slot(self.moment, dtype=dtype, loads=FLOATS), STEP)),)
+            return (Layout((Slot(self._moment, dtype=dtype, loads=FLOATS), STEP)),)
         # Random numbers depend on the step, and nothing else does.
         return (Layout((STEP,) if mode_of(group).is_random else ()),)
 
@@ -64,15 +64,17 @@ class OneMoment(Optimizer):
         """Counts the step of a state of torch's SGD, or of a Lion that does not count: there is a
         moment after the first step. It is kept without a momentum, too, which may return."""
         entry = {name: value for name, value in entry.items() if value is not None}
-        names = self.layout(param, group, self._layout_index_of_state(entry)).names
-        if self.moment in entry:
+        names = self._layout(param, group, self._layout_index_of_state(entry)).names
+        if self._moment in entry:
             entry.setdefault("step", 1.0)
         elif "step" in names:
             entry.setdefault("step", 0.0)
         count = entry.get("step")
         is_refused = isinstance(count, Tensor) and count.numel() != 1  # later, with the others
-        if self.moment in names and not is_refused and not count:
-            entry.setdefault(self.moment, self.layout(param, group, 0).slot(self.moment).new(param))
+        if self._moment in names and not is_refused and not count:
+            entry.setdefault(
+                self._moment, self._layout(param, group, 0).slot(self._moment).new(param)
+            )
         return entry
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class OneMoment(Optimizer):
             torch.ops.headroom.momentum_,
             bucket.params,
             bucket.grads,
-            lists.get(self.moment, []),
+            lists.get(self._moment, []),
             [],
             lists.get("step", []),
             lists.get(bucket.layout.weights.residual, []),
@@ -126,7 +128,7 @@ class SGD(OneMoment):
         optimizer = headroom.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     """
 
-    moment = "momentum_buffer"
+    _moment = "momentum_buffer"
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class Lion(OneMoment):
         optimizer = headroom.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
-    moment = "exp_avg"
+    _moment = "exp_avg"
 
     def __init__(
         self,

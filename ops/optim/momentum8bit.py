@@ -26,9 +26,9 @@ class OneMoment8bit(EightBit, OneMoment):
     def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return super()._layout_index(param, group) if self._has_moment(group) else 0
 
-    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         has_moment = self._has_moment(group)
-        return super().layout_indices(params, group) if has_moment else [0] * len(params)
+        return super()._layout_indices(params, group) if has_moment else [0] * len(params)
 
     def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if bucket.layout.index != EIGHT_BIT:
@@ -84,7 +84,7 @@ class SGD8bit(OneMoment8bit, SGD):
         optimizer = headroom.optim.SGD8bit(model.parameters(), lr=0.1, momentum=0.9)
     """
 
-    code_names = ("momentum_buffer",)
+    _code_names = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Lion8bit(OneMoment8bit, Lion):
         optimizer = headroom.optim.Lion8bit(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
-    code_names = ("exp_avg",)
+    _code_names = ("exp_avg",)
 
     def __init__(
         self,

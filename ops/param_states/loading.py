@@ -33,9 +33,9 @@ COPIED = (  # attributes that copies and pickles have, beyond torch's
     "grad_norm",
     "grad_scale",
     "max_consecutive_skips",
-    "measured",
-    "measured_params",
-    "paging",
+    "_measured",
+    "_measured_params",
+    "_paging",
 )
 SIGNED = (
     "exp_avg",
@@ -176,7 +176,7 @@ def _restored(
     name: str,
 ) -> dict[str, Any]:
     """Returns a loaded state on the device and in the memory order of its parameter, or raises."""
-    layout = optimizer.layout(param, group, optimizer._layout_index_of_state(entry))
+    layout = optimizer._layout(param, group, optimizer._layout_index_of_state(entry))
     unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
     if unknown:
         raise ValueError(

@@ -51,7 +51,7 @@ def state_memory(optimizer: StatefulOptimizer, without: Iterable[Tensor] = ()) -
             will_step = will_step and id(param) not in never
             if is_lazy(param) or not (optimizer.state.get(param) or will_step):
                 continue
-            layout = optimizer.layout(param, group)
+            layout = optimizer._layout(param, group)
             entry, local = optimizer.state.get(param, {}), local_part(param)
             tensors = {
                 name: local_part(entry[name])

@@ -101,7 +101,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Returns the position in ``layouts`` of this parameter's state."""
         return 0
 
-    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         """Returns what ``_layout_index`` does, for many parameters."""
         return [self._layout_index(param, group) for param in params]
 
@@ -109,7 +109,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Returns what ``_layout_index`` does, for an existing state."""
         return 0
 
-    def every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def _every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         """Returns ``layouts`` and, if the group has a mode for 16-bit weights, the layouts with
         that mode."""
         layouts = tuple(one._replace(index=i) for i, one in enumerate(self._layouts(group)))
@@ -118,19 +118,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return layouts
         return *layouts, *(layout.with_weights(mode) for layout in layouts)
 
-    def weights_mode(self, param: Tensor, group: dict[str, Any]) -> WeightsMode:
+    def _weights_mode(self, param: Tensor, group: dict[str, Any]) -> WeightsMode:
         mode = mode_of(group)
         return mode if param.dtype in mode.params else NEAREST
 
-    def layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
+    def _layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
         """Returns the layout of a parameter's state."""
         index = self._layout_index(param, group) if index is None else index
-        layout, mode = self._layouts(group)[index], self.weights_mode(param, group)
+        layout, mode = self._layouts(group)[index], self._weights_mode(param, group)
         return (layout if mode is NEAREST else layout.with_weights(mode))._replace(index=index)
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter, after it has made missing tensors."""
-        layout = self.layout(param, group)
+        layout = self._layout(param, group)
         if not self.state.get(param) and dtype_refusal(param, "", "") is not None:
             name = name_of(self.param_groups, param)
             raise RuntimeError(dtype_refusal(param, type(self).__name__, name))

@@ -87,7 +87,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "that makes one from parameters, or None"
         )
     check_parameters(inner, model)
-    if getattr(inner, "release_handle", None) is not None:
+    if getattr(inner, "_release_handle", None) is not None:
         raise ValueError(
             "the optimizer releases gradients by hooks on the real parameters: call remove() of "
             "its handle, and plan with release=True"

@@ -149,7 +149,7 @@ class _Traced(Steps):
     def offload(self, what: str, budget: int) -> None:
         optimizer = headroom_optimizer(self.optimizer, "offload")
         kind = PlannedHosting if is_stepped_there(optimizer, what) else PlannedPaging
-        optimizer.paging = kind(self.host, budget)
+        optimizer._paging = kind(self.host, budget)
 
     def distribute(self) -> None:
         sharding = self.given.sharding
@@ -165,10 +165,10 @@ class _Traced(Steps):
         stream(self.model, self.blocks, self.host)
         for block in streamed_blocks(self.model):
             block.settle()
-        if (paging := getattr(self.optimizer, "paging", None)) is not None:
+        if (paging := getattr(self.optimizer, "_paging", None)) is not None:
             kind = PlannedHosting if isinstance(paging, Hosting) else PlannedPaging
             planned = kind(self.host, paging.budget, paging.bucket_bytes)
-            self.optimizer.paging = planned
+            self.optimizer._paging = planned
             planned.adopt(self.optimizer)
         self._know_all()
         for x in tensors_in(self.given.batch):

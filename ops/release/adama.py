@@ -113,7 +113,7 @@ class IntoMoments(InBackward):
     def check(self) -> None:
         super().check()
         optimizer = self.optimizer
-        if optimizer.paging is not None:
+        if optimizer._paging is not None:
             raise ValueError(
                 f"{NEEDS} does not go with states on the host, which every micro-batch would be "
                 "copied for; use an accumulator"
@@ -137,7 +137,7 @@ class IntoMoments(InBackward):
             for param in group["params"]:
                 for name in ("exp_avg", "exp_avg_sq"):
                     entry = self.optimizer.state.get(param, {})
-                    slot = self.optimizer.layout(param, group).slot(name)
+                    slot = self.optimizer._layout(param, group).slot(name)
                     dtype = entry[name].dtype if name in entry else slot.dtype or param.dtype
                     if dtype != torch.float32:
                         raise ValueError(

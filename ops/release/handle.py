@@ -148,7 +148,7 @@ class ReleaseHandle:
         self._engine = Engine(self._optimizer, self._strategy, bucket_bytes)
         if not self._strategy.sums_over_ranks:
             self._engine.add_hook(model.register_forward_pre_hook(_refuse_ddp))
-        self._optimizer.release_handle = self
+        self._optimizer._release_handle = self
 
     @property
     def active(self) -> bool:
@@ -159,8 +159,8 @@ class ReleaseHandle:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
         self._strategy.end()
-        if self._optimizer.release_handle is self:
-            self._optimizer.release_handle = None
+        if self._optimizer._release_handle is self:
+            self._optimizer._release_handle = None
 
     @property
     def has_stepped(self) -> bool:
@@ -304,7 +304,7 @@ def _strategy(
             raise ValueError("clip is for steps inside backward; with an accumulator, leave it out")
         return Accumulation(optimizer, accumulator)
     is_exact = scaler is not None or common_max_grad_norm(optimizer.param_groups) is not None
-    if clip is None and is_exact and isinstance(optimizer.paging, Hosting):
+    if clip is None and is_exact and isinstance(optimizer._paging, Hosting):
         return Waiting(optimizer, scaler)
     return CLIPS[clip](optimizer, scaler)
 
@@ -322,7 +322,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer, sums_over_ranks: bool) 
                 "reduces gradients after the parameters have got them; use FSDP2's "
                 "fully_shard, or for DDP an accumulator, GradAccumulator(ddp_model)"
             )
-    if optimizer.release_handle is not None:
+    if optimizer._release_handle is not None:
         raise ValueError("the optimizer has a handle of release_gradients() already")
     mine = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():

@@ -119,7 +119,7 @@ class Stepping(InBackward):
         elif self._verdict is not None:
             coef = None if self.max_norm is None else self._verdict.clip_coef
             self._apply(params, scale, self._verdict.found_inf, coef)
-        elif self._scaler is not None or self._needs_norms or self.optimizer.skips_nonfinite:
+        elif self._scaler is not None or self._needs_norms or self.optimizer._skips_nonfinite:
             self._step_finite(params, scale)
         else:
             self._apply(params, scale)
@@ -153,7 +153,7 @@ class Stepping(InBackward):
             measured = self._norms.total(self.max_norm)
             optimizer.grad_norm = measured.norm
             self._keep_norm(measured.norm)
-        optimizer.measured, optimizer.measured_params = measured, self._norms.params
+        optimizer._measured, optimizer._measured_params = measured, self._norms.params
         if measured is not None:
             optimizer._prepared_count(measured.found_inf)()
 
@@ -178,7 +178,7 @@ class Stepping(InBackward):
         self._seen = set()
         self.optimizer.grad_norm = verdict.norm
         skips = self._scaler is not None or self.max_norm is not None
-        if not (skips or self.optimizer.skips_nonfinite):
+        if not (skips or self.optimizer._skips_nonfinite):
             verdict.found_inf = torch.zeros_like(verdict.found_inf)
         if self._flag is not None:
             self._flag.copy_(verdict.found_inf)

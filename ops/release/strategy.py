@@ -146,14 +146,14 @@ class InBackward(Strategy):
             self.take(left)
         for param in left:
             param.grad = None
-        if self.optimizer.paging is not None:
-            self.optimizer.paging.finish()
+        if self.optimizer._paging is not None:
+            self.optimizer._paging.finish()
         self._conclude()
         self.restart()
 
     def _conclude(self) -> None:
         """Sets the optimizer's attributes that show what was measured."""
-        self.optimizer.measured, self.optimizer.measured_params = None, []
+        self.optimizer._measured, self.optimizer._measured_params = None, []
 
     def _apply(
         self,

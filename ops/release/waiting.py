@@ -20,7 +20,7 @@ class Waiting(Stepping):
 
     @property
     def _hosting(self) -> Hosting:
-        paging = self.optimizer.paging
+        paging = self.optimizer._paging
         if not isinstance(paging, Hosting):
             raise RuntimeError(
                 "the optimizer is not stepped on the host any more, which clips and skips exactly: "
@@ -34,13 +34,13 @@ class Waiting(Stepping):
 
     def restart(self) -> None:
         super().restart()
-        if isinstance(self.optimizer.paging, Hosting):
-            self.optimizer.paging.discard()
+        if isinstance(self.optimizer._paging, Hosting):
+            self.optimizer._paging.discard()
 
     def end(self) -> None:
         super().end()
-        if isinstance(self.optimizer.paging, Hosting):
-            self.optimizer.paging.drop_gradients()
+        if isinstance(self.optimizer._paging, Hosting):
+            self.optimizer._paging.drop_gradients()
 
     def _step_finite(self, params: list[Tensor], scale: Tensor | None) -> None:
         norms = self._norms.measure(params, scale)

@@ -132,7 +132,7 @@ class BeforeTraining(ModelBefore):
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
         """Keeps what there was before a step that writes nothing: without its new states, without
         what a scaler has set, and without gradients that wait to be released."""
-        attributes, release = vars(optimizer), getattr(optimizer, "release_handle", None)
+        attributes, release = vars(optimizer), getattr(optimizer, "_release_handle", None)
         was_set = {name: attributes[name] for name in FROM_SCALER if name in attributes}
         state = optimizer.state if isinstance(optimizer, HeadroomOptimizer) else {}
         names = {id(param): set(entry) for param, entry in state.items()}

@@ -94,7 +94,7 @@ def is_headroom(optimizer: Any) -> bool:
 
 def can_offload(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether the state of an optimizer can lie on the host, and does not yet."""
-    if not isinstance(optimizer, Optimizer) or optimizer.refuses_offload or optimizer.paging:
+    if not isinstance(optimizer, Optimizer) or optimizer._refuses_offload or optimizer._paging:
         return False
     try:
         return planned_paging(optimizer, 0).host > 0
@@ -164,7 +164,7 @@ def replacement(
         accepted = {"lr", "weight_decay", "max_grad_norm"}
     else:
         if isinstance(given, (Muon, Muon8bit)):
-            fixed |= {**given.whole_arguments, "split": None}  # its groups say their parts
+            fixed |= {**given._whole_arguments, "split": None}  # its groups say their parts
         accepted = inspect.signature(cls).parameters.keys() - fixed.keys()
     source, kept = given.defaults, accepted
     if cls in (Muon, Muon8bit):

@@ -50,7 +50,7 @@ class Offload(Technique):
         return [f"{choice.offload} on the host{stays}"]
 
     def advice(self, step: Step) -> Iterator[Change]:
-        is_away = step.offload is not None or getattr(step.optimizer, "paging", None) is not None
+        is_away = step.offload is not None or getattr(step.optimizer, "_paging", None) is not None
         if not has_host(step) or not is_ours(step.optimizer) or is_away:
             return
         for what, name in (("state", "optimizer state"), ("step", "the optimizer's step")):

@@ -134,7 +134,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
         if classes.get("headroom") is SGD and is_bitsandbytes(optimizer):
             found = options_from(found, "sgd", [])
         if _takes_model(optimizer, classes.get("headroom")):
-            whole = optimizer.whole_arguments
+            whole = optimizer._whole_arguments
             adamw = {key: value for key, value in whole["adamw"].items() if ADAMW.get(key) != value}
             found = {**found, **whole, "adamw": adamw}
     usual = inspect.signature(classes["headroom"]).parameters if classes else {}

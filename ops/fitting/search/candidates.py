@@ -514,7 +514,7 @@ class Candidates:
         """Returns the bytes of the state of a choice's optimizer, by where they are, if it is on
         the host; else none."""
         optimizer = self.techniques.optimizer_of(choice)
-        paging = getattr(optimizer, "paging", None)  # of the user
+        paging = getattr(optimizer, "_paging", None)  # of the user
         if paging is None and not choice.offload:
             return PagingMemory(0, 0, 0)
         budget, bucket = (choice.state_budget, None)

@@ -42,7 +42,7 @@ class MatrixOptimizer(Optimizer):
     """Makes an AdamW step groups with ``use_muon`` by Muon; comes before it among the bases."""
 
     choice: MuonChoice | None = None  # what the default rule chose, if it was asked
-    refuses_host_step = (
+    _refuses_host_step = (
         "Muon multiplies matrices in every step, and products of matrices belong on the device: "
         'use offload="state"'
     )
@@ -80,7 +80,7 @@ class MatrixOptimizer(Optimizer):
             print(report, file=sys.stderr)
 
     @property
-    def whole_arguments(self) -> dict[str, Any]:
+    def _whole_arguments(self) -> dict[str, Any]:
         """Returns the arguments of the constructor that are options of no group."""
         return {name: getattr(self, f"_{name}") for name in (*OF_THE_WHOLE[1:], "split")}
 
@@ -122,7 +122,7 @@ class MatrixOptimizer(Optimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def matrix_layout(self, group: dict[str, Any]) -> Layout:
+    def _matrix_layout(self, group: dict[str, Any]) -> Layout:
         """Returns the layout of states in a group of matrices, with moments that are numbers."""
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         slots = [Slot(MOMENT, dtype=dtype, loads=FLOATS)]
@@ -135,7 +135,7 @@ class MatrixOptimizer(Optimizer):
         return Layout(tuple(slots), is_whole=True)
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        return (self.matrix_layout(group),) if group["use_muon"] else super()._layouts(group)
+        return (self._matrix_layout(group),) if group["use_muon"] else super()._layouts(group)
 
     def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
@@ -184,7 +184,7 @@ class MatrixOptimizer(Optimizer):
                 run = batched(rule, matrices, given, self._workspace, memory, ranks)
                 calls += [run, put_back]
             else:
-                if self.paging is not None:
+                if self._paging is not None:
                     check_even(part.owners, sharding)
                 run = prepared_sharded(rule, part, own, sharding, given, self._workspace, memory)
                 calls.append(run)

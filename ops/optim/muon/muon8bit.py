@@ -50,8 +50,8 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
         optimizer = headroom.optim.Muon8bit(model, lr=0.02, adamw={"lr": 3e-4})
     """
 
-    code_names = (MOMENT, "exp_avg", "exp_avg_sq")
-    choices = AdamW8bit.choices | {"nonfinite": ("skip_step", "propagate")}
+    _code_names = (MOMENT, "exp_avg", "exp_avg_sq")
+    _choices = AdamW8bit._choices | {"nonfinite": ("skip_step", "propagate")}
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Muon8bit(MatrixOptimizer, AdamW8bit):
         self._begin(given, **own, seed=seed)
 
     def _codes_in(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (MOMENT,) if group["use_muon"] else self.code_names[1:]
+        return (MOMENT,) if group["use_muon"] else self._code_names[1:]
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         if not group["use_muon"]:
             return super()._layouts(group)
-        moment, *others = self.matrix_layout(group).slots
+        moment, *others = self._matrix_layout(group).slots
         zeros = partial(zero_absmaxs, block_size=group["block_size"])
         codes = (
             Slot(MOMENT, dtype=torch.uint8, first=_zero_codes),

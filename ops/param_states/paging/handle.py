@@ -12,10 +12,10 @@ from .paged import Paging, PagingMemory, planned_paging
 
 def check(optimizer: Any) -> None:
     """Refuses an optimizer whose state is offloaded already, or cannot be."""
-    if optimizer.paging is not None:
+    if optimizer._paging is not None:
         raise ValueError("the state of the optimizer is offloaded already: see its offload_handle")
-    if optimizer.refuses_offload is not None:
-        raise ValueError(optimizer.refuses_offload)
+    if optimizer._refuses_offload is not None:
+        raise ValueError(optimizer._refuses_offload)
 
 
 def is_stepped_there(optimizer: Any, what: str | None) -> bool:
@@ -30,8 +30,8 @@ def is_stepped_there(optimizer: Any, what: str | None) -> bool:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Where host and device are one, the step is there already.
     found = what == "step" and any(param.device.type != "cpu" for param in params)
-    if found and optimizer.refuses_host_step is not None:
-        raise ValueError(optimizer.refuses_host_step)
+    if found and optimizer._refuses_host_step is not None:
+        raise ValueError(optimizer._refuses_host_step)
     return found
 
 
@@ -56,7 +56,7 @@ def begin(
     kind = Hosting if is_hosted else Paging
     paging = kind(default_arena() if host is None else host, size, bucket_bytes)
     paging.adopt(optimizer)
-    optimizer.paging = paging
+    optimizer._paging = paging
 
 
 class OffloadHandle:
@@ -68,7 +68,7 @@ class OffloadHandle:
 
     @property
     def _paging(self) -> Paging:
-        if (paging := self._offloaded.paging) is None:
+        if (paging := self._offloaded._paging) is None:
             raise RuntimeError("the state of the optimizer is not offloaded any more")
         return paging
 
@@ -119,9 +119,9 @@ class OffloadHandle:
     def remove(self) -> None:
         """Brings the state back to the devices of the parameters, and ends the offload. A second
         call does nothing."""
-        if self._offloaded.paging is not None:
-            self._offloaded.paging.release(self._offloaded)
-            self._offloaded.paging = None
+        if self._offloaded._paging is not None:
+            self._offloaded._paging.release(self._offloaded)
+            self._offloaded._paging = None
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -130,6 +130,6 @@ class OffloadHandle:
         self.remove()
 
     def __repr__(self) -> str:
-        if self._offloaded.paging is None:
+        if self._offloaded._paging is None:
             return "OffloadHandle(removed)"
         return f"OffloadHandle({self.memory()})"

@@ -232,7 +232,7 @@ class Paging:
 
     def entry(self, optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter in the arena, after it has made what is missing."""
-        self._house_missing(optimizer, [param], optimizer.layout(param, group), group)
+        self._house_missing(optimizer, [param], optimizer._layout(param, group), group)
         return optimizer.state[param]
 
     def _house_missing(
@@ -268,7 +268,7 @@ class Paging:
             for param, home in self._homes.items():
                 if param in members and param in optimizer.state:
                     group, entry = members[param], optimizer.state[param]
-                    layout = optimizer.layout(param, group)
+                    layout = optimizer._layout(param, group)
                     _bring(Place(param, group, layout, home.fields), entry, home)
         self.wait()
         self._forget()
@@ -510,7 +510,7 @@ def _places(
 
 def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:
     index = optimizer._layout_index_of_state(entry) if entry else None
-    return optimizer.layout(param, group, index)
+    return optimizer._layout(param, group, index)
 
 
 def states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) -> Any:

@@ -129,7 +129,11 @@ def _keeps_blocks(moment: Tensor | Codes, context: Context) -> bool:
 LIBRARIES = {
     "headroom": Library(_read, _write_headroom, TORCH_OPTIONS, OUR_OPTIONS, (*RULES,)),
     "headroom-8bit": Library(
-        _read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *Adam8bit.own_options), (*RULES,)
+        _read,
+        _write_headroom_8bit,
+        TORCH_OPTIONS,
+        (*OUR_OPTIONS, *Adam8bit._own_options),
+        (*RULES,),
     ),
     "torch": Library(
         _read,

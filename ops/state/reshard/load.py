@@ -195,7 +195,7 @@ def _target(
     if name in ABSMAXS:
         zeros = zero_absmaxs(param, options["block_size"])
     else:
-        layout = optimizer.layout(param, options, optimizer._layout_index_of_state(parts))
+        layout = optimizer._layout(param, options, optimizer._layout_index_of_state(parts))
         zeros = layout.slot(name).new(param)
     if zeros.shape != part.size:
         raise ValueError(

@@ -226,7 +226,7 @@ def test_bits_are_those_of_the_same_training_without(empty_arena, name):
     assert told["measured"]["host_bytes"] == fitted.predicted_host
     assert Choice.from_json(told["choice"]) == fitted.choice
     fitted.undo()
-    assert fitted.optimizer.paging is None
+    assert fitted.optimizer._paging is None
     assert all(x.device.type == "cpu" and not arena.in_arena(x)
                for entry in fitted.optimizer.state.values() for x in entry.values())  # fmt: skip
     trim()
@@ -282,7 +282,7 @@ def test_no_room_on_the_host_leaves_the_model_as_it_was(empty_arena, monkeypatch
             model, batch, budget="1 GiB", loss=cross_entropy, optimizer=optimizer,
             choice={"offload": "state", "levels": ["L3", "L3"]},
         )  # fmt: skip
-    assert optimizer.paging is None and all(map(torch.equal, before, model.parameters()))
+    assert optimizer._paging is None and all(map(torch.equal, before, model.parameters()))
     assert {block.save for block in model.blocks} == {"L0"}
 
 

@@ -384,7 +384,7 @@ def test_limits_set_in_the_groups_later(cls):
     got.step()
     got.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     assert got.param_groups[-1]["max_grad_norm"] is None
-    assert got.measured is None or cls is headroom.optim.AdamW8bit
+    assert got._measured is None or cls is headroom.optim.AdamW8bit
 
 
 @pytest.mark.parametrize("saved", [0.3, None])

@@ -188,7 +188,7 @@ def copying_with(
 
     def deferred(self, *args):
         calls = calls_on(self, *args)
-        if not isinstance(engine, Adversary) or isinstance(self.paging, (type(None), Hosting)):
+        if not isinstance(engine, Adversary) or isinstance(self._paging, (type(None), Hosting)):
             return calls
         return [
             (bucket, partial(engine.compute, call, seconds_of(bucket))) for bucket, call in calls
@@ -196,7 +196,7 @@ def copying_with(
 
     def stepped(self, *args):
         step(self, *args)
-        if self.paging is not None and isinstance(engine, Adversary):
+        if self._paging is not None and isinstance(engine, Adversary):
             engine.finish_compute()
 
     kind._calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
@@ -273,7 +273,7 @@ def hosted_step(optimizer: Any, **options: Any) -> Hosting:
     """Lets an optimizer be stepped on the host although its parameters are there, too: they stand
     for those of a device."""
     options = {"arena": headroom.HostArena(), "bucket_bytes": 3000} | options
-    optimizer.paging = hosting = Hosting(options["arena"], None, options["bucket_bytes"])
+    optimizer._paging = hosting = Hosting(options["arena"], None, options["bucket_bytes"])
     hosting.adopt(optimizer)
     return hosting
 

@@ -187,7 +187,7 @@ def test_the_host_holds_what_the_device_has_no_room_for(most, tmp_path):
     assert callback.measured.peak <= callback.budget
     again = FitCallback(callback.budget, host_budget=1 << 30)
     again.load_state_dict(callback.state_dict())
-    assert again.again(again.choice, *again._kept_budgets) == callback.choice
+    assert again._again(again.choice, *again._kept_budgets) == callback.choice
 
 
 class Frozen(Module):

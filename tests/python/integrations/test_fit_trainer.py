@@ -418,8 +418,8 @@ def test_the_host_holds_what_the_device_has_no_room_for(tmp_path):
     assert kept["attributes"]["choice"]["offload"]
     other = HeadroomCallback(**kept["args"])
     assert (other.budget, other.host_budget) == (callback.budget, "1 GiB")
-    assert other.again(callback.choice, callback.budget, 1 << 30) is callback.choice
-    assert other.again(callback.choice, callback.budget) is None
+    assert other._again(callback.choice, callback.budget, 1 << 30) is callback.choice
+    assert other._again(callback.choice, callback.budget) is None
     before = trainer_of(stack(), samples(), tmp_path, **options)
     fitted = fit_trainer(before, callback.budget, host_budget="1 GiB", tell=told.append).fitted
     assert fitted.choice.offload and fitted.host_budget == 1 << 30

@@ -24,7 +24,7 @@ KEPT = {"optimizer": "8bit", "weights": "given"}
     ],
 )
 def test_a_choice_is_of_one_budget(budget, before, is_taken):
-    assert FitsLoop(budget).again(KEPT, before) == (KEPT if is_taken else None)
+    assert FitsLoop(budget)._again(KEPT, before) == (KEPT if is_taken else None)
 
 
 @pytest.mark.parametrize(

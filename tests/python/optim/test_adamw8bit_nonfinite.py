@@ -30,7 +30,7 @@ def test_skip_step_moves_nothing(value, where, on_lists, device):
     else:
         optimizer.step()
     assert unchanged(optimizer, before) and optimizer.state[params[0]]["step"] == 3
-    assert optimizer.measured.found_inf == 1 and optimizer.measured.culprit() == where
+    assert optimizer._measured.found_inf == 1 and optimizer._measured.culprit() == where
     set_grads(params, 9)
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 4 for p in params)
@@ -46,8 +46,8 @@ def test_the_culprit_among_groups_of_both_kinds(where, device):
         for k, p in enumerate(params):
             p.grad = torch.full_like(p, torch.inf if k == bad else 1.0)
         optimizer.step()
-        assert optimizer.measured.culprit() == bad
-        assert optimizer.measured_params[where] is params[where]
+        assert optimizer._measured.culprit() == bad
+        assert optimizer._measured_params[where] is params[where]
 
 
 @pytest.mark.parametrize("on_lists", [False, True], ids=["table", "lists"])
@@ -84,4 +84,4 @@ def test_propagate_spoils_the_block(device):
     assert optimizer.state[params[0]]["exp_avg_absmax"].isnan().flatten().nonzero().tolist() == [
         [1]
     ]
-    assert params[1].isfinite().all() and optimizer.measured is None
+    assert params[1].isfinite().all() and optimizer._measured is None

@@ -65,7 +65,7 @@ def test_a_step_on_the_host_has_the_bits_of_the_ordinary_one(name, bucket_bytes)
     assert sum(memory) == hosting.arena.bytes
     assert all(in_arena(x) for entry in entries(other[1]) for x in entry.values() if x.numel())
     hosting.release(other[1])
-    other[1].paging = None
+    other[1]._paging = None
     assert not any(in_arena(x) for entry in entries(other[1]) for x in entry.values())
     for run in (ordinary, other):
         modes.train(*run, range(7, 9))
@@ -157,7 +157,7 @@ def released(make, clip, steps, on_host=True, scaled=None, bad=None, after=lambd
         after()
         norms.append(optimizer.grad_norm.item())
     if on_host:
-        hosting = optimizer.paging
+        hosting = optimizer._paging
         held = hosting.memory(optimizer)
         assert hosting.arena.bytes == sum(held)
         handle.remove()  # gives the places back where gradients wait
@@ -214,7 +214,7 @@ def test_gradients_are_freed_in_the_backward_pass():
     handle = headroom.release_gradients(model, optimizer, bucket_bytes=0)
     model(torch.randn(2, 64)).sum().backward()
     assert all(param.grad is None for param in model.parameters())
-    assert len(optimizer.paging._pipeline.tasks) <= 1
+    assert len(optimizer._paging._pipeline.tasks) <= 1
     optimizer.step()
     handle.remove()
 
@@ -348,7 +348,7 @@ def test_copies_are_stepped_on_the_host_and_apart(duplicate):
     for run in (ordinary, other):
         modes.train(*run, range(2))
     twin = duplicate(other)
-    assert type(twin[1].paging) is Hosting and twin[1].paging is not other[1].paging
+    assert type(twin[1]._paging) is Hosting and twin[1]._paging is not other[1]._paging
     for run in (ordinary, twin):
         modes.train(*run, range(2, 4))
     assert_same_run(ordinary, twin)
@@ -372,8 +372,8 @@ def test_two_optimizers_in_one_arena():
         runs.append(model)
     assert_same_bits(runs[0].parameters(), runs[1].parameters())
     held = arena.bytes
-    first = optimizers[0].paging.memory(optimizers[0])
-    optimizers[0].paging.release(optimizers[0])
+    first = optimizers[0]._paging.memory(optimizers[0])
+    optimizers[0]._paging.release(optimizers[0])
     gc.collect()
     assert arena.bytes == held - sum(first)
 
@@ -425,7 +425,7 @@ def test_a_failure_at_every_call_of_the_engine(error, limit):
         k += 1
         model, optimizer, handle = begun()
         with copying_with(Failing(k, lambda: error("failed"))), stepping_on("late"):
-            optimizer.paging._pipeline.executor = None
+            optimizer._paging._pipeline.executor = None
             try:
                 step(model, optimizer, 2)
             except error:
@@ -474,7 +474,7 @@ def test_a_host_without_room_changes_nothing():
     with pytest.raises(HostMemoryError, match="asked for .* of AdamW8bit"):
         optimizer.step()
     assert_same_bits(weights, model.parameters())
-    optimizer.paging.arena.budget = None
+    optimizer._paging.arena.budget = None
     optimizer.step()
 
 
@@ -543,7 +543,9 @@ def test_steps_use_the_threads_of_torch_that_are_allowed(allowed, wanted, monkey
         for threads in (4, 2):
             torch.set_num_threads(threads)
             modes.train(model, optimizer, [0])
-            found.append(optimizer.paging._pipeline.executor.submit(torch.get_num_threads).result())
+            found.append(
+                optimizer._paging._pipeline.executor.submit(torch.get_num_threads).result()
+            )
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -623,11 +625,11 @@ def test_a_process_ends_with_a_step_on_its_way():
 def test_on_the_cpu_the_step_is_there_already():
     model = nn.Linear(64, 64)
     optimizer = AdamW(model.parameters(), offload="step")
-    assert type(optimizer.paging) is Paging
+    assert type(optimizer._paging) is Paging
     handle = offload(AdamW8bit(nn.Linear(64, 64).parameters()), what="step")
     assert type(handle._paging) is Paging
     on_meta = AdamW(nn.Linear(4, 4, device="meta").parameters(), offload="step")
-    assert type(on_meta.paging) is Hosting and not on_meta.offload_handle.reduce_memory()
+    assert type(on_meta._paging) is Hosting and not on_meta.offload_handle.reduce_memory()
 
 
 def test_a_scaler_that_skips_and_a_release_that_ends():
@@ -662,7 +664,7 @@ def test_what_is_refused():
     hosting = hosted_step(optimizer)
     handle = headroom.release_gradients(model, optimizer)
     hosting.release(optimizer)
-    optimizer.paging = None
+    optimizer._paging = None
     with pytest.raises(RuntimeError, match="is not stepped on the host any more"):
         modes.loss_of(model, modes.batch(0)).backward()
     handle.remove()

@@ -182,7 +182,7 @@ def is_freed(engine):
         patch.setattr(type(optimizer), "_step", lambda *_: None)  # which would end all copies
         modes.train(model, optimizer, [0])
     modes.loss_of(model, modes.batch(0)).backward()
-    hosting = optimizer.paging
+    hosting = optimizer._paging
     inner = engine.finish_compute
     engine.finish_compute = lambda: None
     step(optimizer, None)

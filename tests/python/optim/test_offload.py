@@ -55,7 +55,7 @@ def test_a_paged_step_has_the_bits_of_the_ordinary_one(name, bucket_bytes):
     for model, optimizer in (ordinary, paged):
         modes.train(model, optimizer, range(4, 6))
     assert_same_run(ordinary, paged)
-    assert optimizer.paging is None and handle.__repr__() == "OffloadHandle(removed)"
+    assert optimizer._paging is None and handle.__repr__() == "OffloadHandle(removed)"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -179,8 +179,8 @@ def test_a_model_that_moves_to_another_device(what, budget, begins, monkeypatch)
     offload(paged[1], what, budget=budget, host=HostArena())
     for model, optimizer in (ordinary, paged):
         modes.train(model, optimizer, range(begins))
-    paged[1].paging._rings.clear()
-    paged[1].paging._slots.clear()
+    paged[1]._paging._rings.clear()
+    paged[1]._paging._slots.clear()
     with copying_with(adversary("late")) as engine:
         for model, optimizer in (ordinary, paged):
             modes.train(model, optimizer, range(begins, begins + 3))
@@ -343,9 +343,9 @@ def test_copies_are_paged_and_apart(duplicate):
     for run in (ordinary, paged):
         modes.train(*run, range(2))
     model, optimizer = duplicate(paged)
-    assert optimizer.paging is not paged[1].paging
-    assert optimizer.paging.arena is handle.host is default_arena()
-    assert optimizer.paging.bucket_bytes == 6000
+    assert optimizer._paging is not paged[1]._paging
+    assert optimizer._paging.arena is handle.host is default_arena()
+    assert optimizer._paging.bucket_bytes == 6000
     for run in (ordinary, (model, optimizer)):
         modes.train(*run, range(2, 4))
     assert optimizer.offload_handle.memory().host == handle.memory().host
@@ -425,9 +425,9 @@ def test_a_budget_below_the_ring_names_both():
     optimizer = AdamW(nn.Linear(64, 64).parameters())
     with pytest.raises(ValueError, match=r"budget is .*2,000 bytes.*ring .* takes .*4,608 bytes"):
         offload(optimizer, budget=2000, bucket_bytes=4096)
-    assert optimizer.paging is None
+    assert optimizer._paging is None
     offload(optimizer, budget=0, bucket_bytes=4096)
-    assert optimizer.paging.resident == set()
+    assert optimizer._paging.resident == set()
 
 
 def test_a_parameter_that_is_rounded_at_random_is_not_cut():
@@ -450,7 +450,7 @@ def test_leaner_moves_more_to_the_host():
         sizes.append(handle.memory().resident)
         params = (p for group in optimizer.param_groups for p in group["params"])
         for param, old in zip(params, before):  # what stays is not copied
-            if param in optimizer.paging.resident:
+            if param in optimizer._paging.resident:
                 assert all(optimizer.state[param][key] is old[key] for key in old)
         step = len(sizes) + 2
         for run in ((model, optimizer), (ordinary, plain)):
@@ -466,7 +466,7 @@ def test_a_host_without_room_changes_nothing():
     tensors = [value for entry in entries(optimizer) for value in entry.values()]
     with pytest.raises(HostMemoryError, match="asked for .* for optimizer state of AdamW"):
         offload(optimizer, host=HostArena(1000))
-    assert optimizer.paging is None and optimizer.offload_handle is None
+    assert optimizer._paging is None and optimizer.offload_handle is None
     now = [value for entry in entries(optimizer) for value in entry.values()]
     assert all(a is b for a, b in zip(tensors, now))
     fresh = AdamW(model.parameters())
@@ -476,7 +476,7 @@ def test_a_host_without_room_changes_nothing():
     with pytest.raises(HostMemoryError):
         fresh.step()
     assert_same_bits(weights, model.parameters())
-    fresh.paging.arena.budget = None
+    fresh._paging.arena.budget = None
     fresh.step()
 
 
@@ -490,7 +490,7 @@ def test_a_load_that_the_host_has_no_room_for_changes_nothing():
         param.grad = torch.ones_like(param)
     other.step()
     before = copy.deepcopy(optimizer.state_dict())
-    optimizer.paging.arena.budget = optimizer.paging.arena.bytes + 100
+    optimizer._paging.arena.budget = optimizer._paging.arena.bytes + 100
     with pytest.raises(HostMemoryError):
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
@@ -535,8 +535,8 @@ def test_a_failure_at_every_call_of_the_engine(error):
         optimizer.zero_grad()
         modes.loss_of(model, modes.batch(2)).backward()
         with copying_with(Failing(k, lambda: error("failed"))) as engine:
-            optimizer.paging._rings.clear()
-            for home in optimizer.paging._homes.values():
+            optimizer._paging._rings.clear()
+            for home in optimizer._paging._homes.values():
                 home.engine = engine
             try:
                 optimizer.step()
@@ -591,14 +591,14 @@ def test_a_ring_that_a_larger_one_replaces_is_freed():
     offload(optimizer, host=HostArena(), bucket_bytes=512)
     first.grad = torch.ones_like(first)
     optimizer.step()
-    (memory,) = optimizer.paging.rings
+    (memory,) = optimizer._paging.rings
     ring = StorageWeakRef(memory.untyped_storage())
     del memory
     optimizer.add_param_group({"params": [second]})
     second.grad = torch.ones_like(second)
     optimizer.step()
     gc.collect()
-    assert ring.expired() and len(optimizer.paging.rings) == 1
+    assert ring.expired() and len(optimizer._paging.rings) == 1
 
 
 def test_an_optimizer_and_its_memory_are_freed():
@@ -622,8 +622,8 @@ def test_a_forked_process_waits_for_no_copies():
     modes.train(model, optimizer, [0])
     child = os.fork()
     if child == 0:
-        type(optimizer.paging)._end = lambda self: os._exit(1)
-        optimizer.paging.__del__()
+        type(optimizer._paging)._end = lambda self: os._exit(1)
+        optimizer._paging.__del__()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -737,7 +737,7 @@ def test_the_constructor():
     optimizer = AdamW(model.parameters(), offload="state", budget="1 MiB")
     assert optimizer.param_groups[0].keys() == plain.param_groups[0].keys()
     assert optimizer.defaults.keys() == plain.defaults.keys()
-    assert optimizer.paging.budget == 1 << 20 and len(optimizer.paging.resident) == 2
+    assert optimizer._paging.budget == 1 << 20 and len(optimizer._paging.resident) == 2
 
 
 def test_the_bytes_of_each_parameter():

@@ -159,12 +159,12 @@ def test_nothing_is_taken_after_the_first_step(released, monkeypatch):
         optimizer.zero_grad()
 
     step(2)
-    rings = [memory.data_ptr() for memory in optimizer.paging.rings]
+    rings = [memory.data_ptr() for memory in optimizer._paging.rings]
     with monkeypatch.context() as patch:
         patch.setattr(HostArena, "take", lambda *_, **__: pytest.fail("a slab was taken"))
         for number in range(3, 5):
             step(number)
-    assert rings == [memory.data_ptr() for memory in optimizer.paging.rings]
+    assert rings == [memory.data_ptr() for memory in optimizer._paging.rings]
     if handle is not None:
         handle.remove()
     gc.collect()

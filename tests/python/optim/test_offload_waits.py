@@ -168,7 +168,7 @@ def moves(engine):
     """A state of which one tensor was replaced, and which moves to another slab."""
     model, optimizer = trained(steps=2)
     param = optimizer.param_groups[0]["params"][0]
-    before = optimizer.paging._homes[param]
+    before = optimizer._paging._homes[param]
     entry = optimizer.state[param]
     entry["exp_avg"] = entry["exp_avg"].float()  # another form
     optimizer._entry(param, optimizer.param_groups[0])
@@ -186,8 +186,8 @@ def is_freed(engine):
 def gets_a_larger_ring(engine):
     """A step that needs a larger slot than the one before, whose copies are on their way."""
     model, optimizer = trained()
-    before = optimizer.paging._rings[torch.device("cpu")]
-    optimizer.paging._slots[torch.device("cpu")] *= 2
+    before = optimizer._paging._rings[torch.device("cpu")]
+    optimizer._paging._slots[torch.device("cpu")] *= 2
     made = []
 
     def larger(*args):
@@ -203,10 +203,10 @@ def gets_a_larger_ring(engine):
 def is_left_out(engine):
     """Parameters that the groups lose after a step, and whose memory is given up."""
     _, optimizer = trained()
-    tickets = [home.written for home in optimizer.paging._homes.values()]
+    tickets = [home.written for home in optimizer._paging._homes.values()]
     optimizer.param_groups[0]["params"].clear()
-    optimizer.paging.adopt(optimizer)
-    assert not optimizer.paging._homes and all(ticket.is_done for ticket in tickets)
+    optimizer._paging.adopt(optimizer)
+    assert not optimizer._paging._homes and all(ticket.is_done for ticket in tickets)
 
 
 def is_cut(engine):

@@ -225,7 +225,7 @@ def test_a_loaded_group_without_an_option_or_with_another_type_is_refused(row):
     _, optimizer = trained(row, 1)
     (group,) = optimizer.state_dict()["param_groups"]
     optional = OPTIONAL - ({"maximize"} if row.cls is Adafactor else set())
-    optional |= {*getattr(optimizer, "own_options", ())}
+    optional |= {*getattr(optimizer, "_own_options", ())}
     required = () if row.cls in (Muon, Muon8bit) else group.keys() - optional
     spoiled = [(name, {k: v for k, v in group.items() if k != name}) for name in required]
     flags = {name for name, value in group.items() if isinstance(value, bool)}

@@ -311,7 +311,7 @@ def test_a_step_that_is_skipped_changes_nothing(row, device):
 
     for value in (NAN, INF, -INF):
         skipped(value, functools.partial(optimizer.step, max_grad_norm=1.0))
-        assert optimizer.measured.culprit() == 1 and optimizer.measured_params[1] is params[1]
+        assert optimizer._measured.culprit() == 1 and optimizer._measured_params[1] is params[1]
         for kind in (headroom.amp.GradScaler, torch.amp.GradScaler):
             for unscale in (False, True):
                 skipped(value, functools.partial(by_scaler, kind, unscale))

@@ -63,7 +63,7 @@ def test_the_culprit_is_found_in_gradients_that_are_there(device):
     """Where the flag comes from elsewhere: the optimizer did not look itself."""
     params, optimizer = make(device=device, max_grad_norm=None)
     optimizer.found_inf = torch.ones((), device=device)
-    assert not step(params, optimizer, INF) and optimizer.measured is None
+    assert not step(params, optimizer, INF) and optimizer._measured is None
     with pytest.warns(UserWarning, match="1 steps were skipped .* parameter 'small'"):
         assert optimizer.skipped_steps == 1
 

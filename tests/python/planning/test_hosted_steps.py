@@ -31,7 +31,7 @@ def hosted(optimizer, bucket_bytes=None):
     """Steps an optimizer on the host as if its parameters were on a device."""
     paging = Hosting(HostArena(), None, bucket_bytes)
     paging.adopt(optimizer)
-    optimizer.paging = paging
+    optimizer._paging = paging
     return paging
 
 

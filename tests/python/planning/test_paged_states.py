@@ -105,7 +105,7 @@ def test_a_plan_cuts_no_states_into_pieces(monkeypatch):
 def test_bytes_that_are_known_before_anything_is_moved(budget):
     optimizer = AdamW(net().parameters())
     said = planned_paging(optimizer, budget)
-    assert not optimizer.state and optimizer.paging is None
+    assert not optimizer.state and optimizer._paging is None
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.zeros_like(p)
     handle = headroom.optim.offload(optimizer, budget=budget, host=HostArena())
@@ -135,7 +135,7 @@ def test_the_argument_is_the_option_of_the_optimizer(device):
         for k, one in enumerate(made)
     ]
     found = {(plan.peak_bytes, plan.host_peak_bytes, plan.link_bytes) for plan in plans}
-    assert len(found) == 1 and plans[0].host_peak_bytes > 0 and exists.paging is None
+    assert len(found) == 1 and plans[0].host_peak_bytes > 0 and exists._paging is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def shown(function) -> str:
 
 def signatures() -> Iterator[str]:
     """Yields a line for each public function, class and method of a class, by its place."""
-    seen = {}
+    seen, public = {}, {*public_classes()}
     for package in ["headroom", *PACKAGES, *INTEGRATIONS]:
         try:
             module = importlib.import_module(package)
@@ -46,20 +46,34 @@ def signatures() -> Iterator[str]:
                 continue
             seen[id(value)] = value
             if inspect.isclass(value):
-                yield from of_class(f"{package}.{name}", value)
+                yield from of_class(f"{package}.{name}", value, public)
             elif callable(value):
                 yield f"{package}.{name}{shown(value)}"
 
 
-def of_class(place: str, kind: type) -> Iterator[str]:
+def public_classes() -> Iterator[type]:
+    for package in ["headroom", *PACKAGES]:
+        module = importlib.import_module(package)
+        yield from filter(
+            inspect.isclass, (getattr(module, name) for name in getattr(module, "__all__", ()))
+        )
+
+
+def of_class(place: str, kind: type, public: set[type]) -> Iterator[str]:
+    """Yields a class and its methods, with those of bases that are not public themselves."""
     if not issubclass(kind, BaseException):
         yield f"{place}{shown(kind)}"
-    for name, method in sorted(vars(kind).items()):
-        plain = getattr(method, "__func__", method)
-        # torch sets what is inherited on the class of an optimizer when one is made.
-        own = getattr(plain, "__qualname__", "") == f"{kind.__qualname__}.{name}"
-        if not name.startswith("_") and inspect.isfunction(plain) and own:
-            yield f"{place}.{name}{shown(plain)}"
+    hidden = [base for base in kind.__mro__[1:] if base.__module__.startswith("headroom")]
+    owners = [kind, *(base for base in hidden if base not in public)]
+    found = {}
+    for owner in reversed(owners):
+        for name, method in vars(owner).items():
+            plain = getattr(method, "__func__", method)
+            # torch sets what is inherited on the class of an optimizer when one is made.
+            own = getattr(plain, "__qualname__", "") == f"{owner.__qualname__}.{name}"
+            if not name.startswith("_") and inspect.isfunction(plain) and own:
+                found[name] = plain
+    yield from (f"{place}.{name}{shown(found[name])}" for name in sorted(found))
 
 
 def test_signatures_are_those_that_are_listed():

@@ -84,7 +84,7 @@ def test_a_model_and_its_optimizer_are_freed_without_remove():
         OPTIM.release_gradients(net, optimizer)
         train(net, optimizer)
         return [
-            weakref.ref(kept) for kept in (net.first.weight, optimizer, optimizer.release_handle)
+            weakref.ref(kept) for kept in (net.first.weight, optimizer, optimizer._release_handle)
         ]
 
     refs = trained()

@@ -86,7 +86,7 @@ def test_groups_and_options_of_muon_stay():
         assert {name: group[name] for name in names} == {name: before[name] for name in names}
         assert group["params"] == before["params"] and group["master"] == "remainder16"
     assert [g["split"] for g in new.param_groups if g["use_muon"]] == [3, 2]
-    assert new.whole_arguments == given.whole_arguments
+    assert new._whole_arguments == given._whole_arguments
     new.add_param_group({"params": [("late.out", nn.Parameter(torch.ones(4, 4)))]})
     assert new.param_groups[-1]["split"] == 2
 
