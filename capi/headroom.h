@@ -2125,6 +2125,17 @@ HR_API hr_status hr_route(int32_t *offsets, int32_t *order, const void *index, i
  *     dgate_up[e], dgate_up_bias[e], dx[t]          from those
  *
  * so that the result of the second product is not needed. Experts without rows get gradients of 0.
+ *
+ * A stack may have few bits, and each may have an adapter for every expert, A [rank, inputs] and
+ * B [outputs, rank], which adds scale (in A^T) B^T to its product in W^T, as in hr_lora_forward():
+ *
+ *     t        = in A^T                              u    = out B            out: the gradient of out
+ *     dB       = scale out^T t                       dA   = scale u^T in     in: x[t], or w h of down
+ *     din      = out W + scale u A
+ *
+ * t and u are rounded to config->dtype; so is what an adapter adds to gate and up, before it is added
+ * to their product, which is rounded once more. What it adds to other products stays binary32.
+ *
  * Every level of what is kept gives the same bits, and so does any number of threads, with a product
  * of hr_gemm() that does:
  *
@@ -2166,21 +2177,43 @@ typedef struct hr_experts_sizes {
     int64_t hidden, features; /* 1 or more. width: 2 * features if gated, else features */
 } hr_experts_sizes;
 
-/* Stacks of matrices, which are only read: a matrix is that of expert 0, and `pitch` elements lead
- * from it to the next. In hr_experts_config.dtype, or in f32: then each is rounded when its expert's
- * turn comes. HR_DENSE only; other formats return HR_UNSUPPORTED. */
+/* The adapters of a stack: A and B of every expert, which are rounded to hr_experts_config.dtype when
+ * its turn comes. `inputs` and `outputs` are those of the product, of transposed stacks too. */
+typedef struct hr_experts_adapter {
+    int64_t rank;   /* 0: there are none, and the rest is not read */
+    double scale;   /* finite in binary32 */
+    hr_dtype dtype; /* f32, or hr_experts_config.dtype: of a, b and their gradients */
+    const void *a;  /* [experts, rank, inputs] */
+    const void *b;  /* [experts, outputs, rank] */
+} hr_experts_adapter;
+
+/* Stacks of matrices, which are only read. Of HR_DENSE a matrix is that of expert 0, and `pitch`
+ * elements lead from it to the next, in hr_experts_config.dtype or f32. Of few bits it is those of all
+ * experts, one behind another, [experts * rows of one, cols], so that blocks of codes and of scales
+ * may cross from one to the next; pitch is not read, and it has no gradient. A matrix of f32 or of few
+ * bits is rounded or decoded to hr_experts_config.dtype when its expert's turn comes. */
 typedef struct hr_experts_params {
     hr_matrix gate_up;                 /* [width, hidden]; transposed: [hidden, width] */
     hr_matrix down;                    /* [hidden, features]; transposed: [features, hidden] */
     int64_t gate_up_pitch, down_pitch; /* not less than a matrix takes */
     const void *gate_up_bias;          /* [experts, width], or NULL */
     const void *down_bias;             /* [experts, hidden], or NULL */
+    hr_experts_adapter gate_up_adapter, down_adapter;
 } hr_experts_params;
 
-/* Gradients, which are written, not added to: of the shapes of the stacks, dense and in the dtype of
- * each. NULL: not wanted. */
+#define HR_EXPERTS_PARAMS_INIT                                                          \
+    {                                                                                   \
+        HR_MATRIX_INIT, HR_MATRIX_INIT, 0, 0, NULL, NULL, {0, 0.0, HR_F32, NULL, NULL}, \
+        {                                                                               \
+            0, 0.0, HR_F32, NULL, NULL                                                  \
+        }                                                                               \
+    }
+
+/* Gradients, which are written, not added to: of the shapes of the stacks and of A and B of their
+ * adapters, dense and in the dtype of each. NULL: not wanted. */
 typedef struct hr_experts_grads {
     void *gate_up, *down, *gate_up_bias, *down_bias;
+    void *gate_up_a, *gate_up_b, *down_a, *down_b;
 } hr_experts_grads;
 
 /* What forward keeps for backward, in the order of hr_route(): dense rows of config->dtype. NULL: not
@@ -2197,7 +2230,11 @@ typedef enum hr_experts_wanted {
     HR_EXPERTS_GATE_UP = 4,
     HR_EXPERTS_GATE_UP_BIAS = 8,
     HR_EXPERTS_DOWN = 16,
-    HR_EXPERTS_DOWN_BIAS = 32
+    HR_EXPERTS_DOWN_BIAS = 32,
+    HR_EXPERTS_GATE_UP_A = 64,
+    HR_EXPERTS_GATE_UP_B = 128,
+    HR_EXPERTS_DOWN_A = 256,
+    HR_EXPERTS_DOWN_B = 512
 } hr_experts_wanted;
 
 typedef struct hr_experts_needs {
@@ -2214,8 +2251,9 @@ typedef struct hr_experts_needs {
  * needs   out: host
  * params  in: host. Of the memory that it points to nothing is read
  *
- * Errors: HR_UNSUPPORTED for a matrix of few bits, and on CUDA while a stream is captured: a graph
- * would repeat the products for the routing of the capture.
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract, as where the gradient of a stack of
+ * few bits is wanted, or that of an adapter that is not there. HR_UNSUPPORTED on CUDA while a stream
+ * is captured: a graph would repeat the products for the routing of the capture.
  */
 HR_API hr_status hr_experts_query(hr_experts_needs *needs, const hr_experts_sizes *sizes,
                                   hr_experts_save save, uint32_t wanted,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -13,21 +14,23 @@ from .._core.registration import FLOATS, complete, require
 from .._core.rows import check_tensors
 
 FORMATS = {"nf4": 1, "fp4": 2, "int8": 3}  # numbers of hr_format
+DENSE = 0  # of hr_format
 BLOCK_SIZES = tuple(2**k for k in range(5, 13))  # of 4 bits
 _NAMES = {number: name for name, number in FORMATS.items()}
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix of 4 or 8 bits per element, as bitsandbytes stores it.
+    """A matrix of 4 or 8 bits per element, as bitsandbytes stores it, or a stack of matrices, which
+    is stored as one of ``count * rows`` rows: blocks cross from one matrix to the next.
 
     Attributes:
         codes: 4 bits: uint8 ``[(rows * cols + 1) // 2, 1]``, two elements per byte, the first in
-            its upper half. ``"int8"``: int8 ``[rows, cols]``.
+            its upper half. ``"int8"``: int8 ``[rows, cols]``, ``[count * rows, cols]`` of a stack.
         scales: uint8, the bytes of float32 scales: one per block of ``block_size`` elements in row
             order, or per row for ``"int8"``. If they are ``nested``: one code per block, zeros up
             to a multiple of 4 bytes, float32 scales of 256 of these each, and a float32 offset.
-        shape: ``(rows, cols)``.
+        shape: ``(rows, cols)``, or ``(count, rows, cols)`` of a stack.
         dtype: of the matrix before, and of what :func:`dequantize_matrix` returns.
         format: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         block_size: elements per scale; not used by ``"int8"``.
@@ -36,7 +39,7 @@ class QuantizedMatrix:
 
     codes: Tensor
     scales: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     format: str
     block_size: int
@@ -46,7 +49,7 @@ class QuantizedMatrix:
 def quantize_matrix(
     x: Tensor, to: str = "nf4", block_size: int = 64, double: bool = True, search: bool = False
 ) -> QuantizedMatrix:
-    """Returns a matrix in 4 or 8 bits per element.
+    """Returns a matrix, or a stack of matrices, in 4 or 8 bits per element.
 
     ``"nf4"`` (Dettmers et al., arXiv:2305.14314) takes 4.13 bits with ``double``, else 4.5;
     ``"int8"`` (arXiv:2208.07339) takes 8, and a scale per row. Codes are those of bitsandbytes, and
@@ -55,7 +58,8 @@ def quantize_matrix(
     files of the other.
 
     Args:
-        x: float32, bfloat16 or float16 ``[rows, cols]``.
+        x: float32, bfloat16 or float16 ``[rows, cols]``, or a stack ``[count, rows, cols]``
+            of them, which gets the codes and scales of ``x.flatten(0, 1)``.
         to: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         block_size: elements per scale: a power of two from 32 to 4096. Blocks go on from row to
             row.
@@ -75,16 +79,18 @@ def quantize_matrix(
     if to not in [*FORMATS]:
         raise ValueError(f"to is {to!r}, wanted one of {', '.join(map(repr, FORMATS))}")
     nested = double and to != "int8"
-    codes, scales = torch.ops.headroom.quantize_matrix(x, FORMATS[to], block_size, nested, search)
+    codes, scales = torch.ops.headroom.quantize_matrix(
+        x.flatten(0, 1) if x.dim() == 3 else x, FORMATS[to], block_size, nested, search
+    )
     return QuantizedMatrix(codes, scales, tuple(x.shape), x.dtype, to, block_size, nested)
 
 
 def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the elements of a matrix, ``[rows, cols]``: the float32 product of a code's value and
-    its scale, rounded to ``dtype``.
+    """Returns the elements of a matrix or a stack, of its shape: the float32 product of a code's
+    value and its scale, rounded to ``dtype``.
 
     Args:
-        q: a matrix from :func:`quantize_matrix`.
+        q: a matrix or a stack from :func:`quantize_matrix`.
         dtype: float32, bfloat16 or float16; None: ``q.dtype``.
 
     Raises:
@@ -92,13 +98,15 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> T
         TypeError: ``q`` is no such matrix.
     """
     check_matrix("q", q)
+    *rows, cols = q.shape
     return torch.ops.headroom.dequantize_matrix(
         q.codes,
         q.scales,
-        *q.shape,
+        prod(rows),
+        cols,
         *layout_of(q),
         q.dtype if dtype is None else dtype,
-    )
+    ).view(q.shape)
 
 
 def check_matrix(name: str, q: Any) -> None:
@@ -106,6 +114,20 @@ def check_matrix(name: str, q: Any) -> None:
     if not isinstance(q, QuantizedMatrix):
         got = "None" if q is None else f"a {type(q).__name__}"
         raise TypeError(f"{name} is {got}, wanted a QuantizedMatrix, as from quantize_matrix()")
+
+
+def parts_of(
+    weight: Tensor | QuantizedMatrix, name: str = "weight", wanted: str = "[out, in]"
+) -> tuple[Tensor, Tensor | None, tuple[int, ...], tuple[int, int, bool]]:
+    """Returns the codes, or the dense weight; the scales; the shape of the matrix or stack, which
+    must have as many dimensions as ``wanted`` has names; and how codes lie."""
+    if isinstance(weight, QuantizedMatrix):
+        found = weight.codes, weight.scales, tuple(weight.shape), layout_of(weight)
+    else:
+        check_tensors(**{name: weight})
+        found = weight, None, tuple(weight.shape), (DENSE, 0, False)
+    require(len(found[2]) == wanted.count(",") + 1, f"{name} is {[*found[2]]}, wanted {wanted}")
+    return found
 
 
 def layout_of(q: QuantizedMatrix) -> tuple[int, int, bool]:
