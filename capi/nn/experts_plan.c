@@ -126,15 +126,12 @@ static hr_status check_adapter(const experts_call *call, const char *name,
     return HR_OK;
 }
 
-/* What is read of an adapter, which a query does without. */
-static hr_status check_factors(const experts_call *call, const char *name,
-                               const hr_experts_adapter *adapter)
+/* Where an adapter lies, which a query does without. */
+static hr_status check_factor(const experts_call *call, const char *name, const void *factor,
+                              const hr_experts_adapter *adapter)
 {
-    const char *const function = call->function;
-    HR_REQUIRE(adapter->rank == 0 || (adapter->a && adapter->b),
-               "%s: params->%s_adapter has a NULL in a or b", function, name);
-    HR_TRY(hr_check_vector(function, "params->adapter.a", adapter->a, adapter->dtype));
-    return hr_check_vector(function, "params->adapter.b", adapter->b, adapter->dtype);
+    HR_REQUIRE(factor || adapter->rank == 0, "%s: %s is NULL", call->function, name);
+    return hr_check_vector(call->function, name, factor, adapter->dtype);
 }
 
 hr_status experts_begin(experts_call *call, const hr_experts_sizes *sizes,
@@ -194,8 +191,12 @@ hr_status experts_check_call(experts_call *call, const hr_rows *x, const void *w
                    function, e + 1, offsets_host[e + 1], offsets_host[e], call->rows);
     HR_TRY(hr_check_vector(function, "params->gate_up_bias", call->params.gate_up_bias, dtype));
     HR_TRY(hr_check_vector(function, "params->down_bias", call->params.down_bias, dtype));
-    HR_TRY(check_factors(call, "gate_up", &call->params.gate_up_adapter));
-    HR_TRY(check_factors(call, "down", &call->params.down_adapter));
+    const hr_experts_adapter *const first = &call->params.gate_up_adapter;
+    const hr_experts_adapter *const second = &call->params.down_adapter;
+    HR_TRY(check_factor(call, "params->gate_up_adapter.a", first->a, first));
+    HR_TRY(check_factor(call, "params->gate_up_adapter.b", first->b, first));
+    HR_TRY(check_factor(call, "params->down_adapter.a", second->a, second));
+    HR_TRY(check_factor(call, "params->down_adapter.b", second->b, second));
     if (saved)
         call->saved = *saved;
     HR_TRY(hr_check_vector(function, "saved->gate_up", call->saved.gate_up, dtype));
