@@ -182,7 +182,8 @@ def _adapter(name: str, given: Any) -> tuple[Tensor | None, Tensor | None, float
     if given is None:
         return None, None, 0.0
     if not isinstance(given, tuple) or len(given) != 3:
-        raise TypeError(f"{name} is a {type(given).__name__}, wanted a tuple (A, B, scale)")
+        size = f" of {len(given)}" if isinstance(given, tuple) else ""
+        raise TypeError(f"{name} is a {type(given).__name__}{size}, wanted a tuple (A, B, scale)")
     a, b, scale = given
     check_tensors(**{f"A of {name}": a, f"B of {name}": b})
     check_number(f"scale of {name}", scale)

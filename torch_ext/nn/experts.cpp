@@ -74,6 +74,14 @@ hr_experts_needs needs_of(const hr_experts_sizes &sizes, int64_t save, int64_t w
     return needs;
 }
 
+// Of a stack of few bits, which is one matrix.
+int64_t all_rows(int64_t experts, int64_t rows)
+{
+    if (experts < 1 || rows > INT64_MAX / experts)
+        fail("experts is " + std::to_string(experts) + ", wanted 1 or more, and fewer");
+    return experts * rows;
+}
+
 // The rows of a call, x or dy, its routing weights and its stacks.
 class Experts
 {
@@ -162,7 +170,8 @@ class Experts
             if (!stack.scales)
                 fail(std::string(name) + "_scales is None, but " + name + " has few bits");
             require_with(before, name, rows, name_);
-            FewBits bits(few_rows(r), c, stack.format, stack.block_size, stack.nested);
+            FewBits bits(all_rows(sizes.experts, r), c, stack.format, stack.block_size,
+                         stack.nested);
             bits.matrix.dtype = config.dtype;
             Tensor &codes = held_.emplace_back(given);
             bits.point_to(codes, held_.emplace_back(*stack.scales));
@@ -185,14 +194,6 @@ class Experts
         matrix.stride = std::max(view.strides[1], c);
         matrix.data = view.data;
         pitch = view.strides[0];
-    }
-
-    // Of all experts, whose stack is one matrix.
-    int64_t few_rows(int64_t rows_of_one) const
-    {
-        if (rows_of_one > INT64_MAX / sizes.experts)
-            fail("experts is " + std::to_string(sizes.experts) + ", wanted fewer");
-        return rows_of_one * sizes.experts;
     }
 
     void set_adapter(hr_experts_adapter &adapter, const Stack &stack, int64_t outputs,
@@ -384,7 +385,7 @@ std::tuple<int64_t, int64_t> experts_workspace(int64_t tokens, int64_t slots, in
         hr_matrix matrix = HR_MATRIX_INIT;
         const int64_t count = transposed ? inputs : outputs, cols = transposed ? outputs : inputs;
         if (format != HR_DENSE) {
-            FewBits bits(experts * count, cols, format, block_size, nested);
+            FewBits bits(all_rows(experts, count), cols, format, block_size, nested);
             bits.point_to_unread();
             matrix = bits.matrix;
         } else {

@@ -12,7 +12,6 @@ from helpers.expert_layers import (
     EXPERTS,
     FEATURES,
     HIDDEN,
-    NAMES,
     SAVES,
     SLOTS,
     TOKENS,
@@ -22,6 +21,7 @@ from helpers.expert_layers import (
     exact,
     function_of,
     grouped_mm,
+    kept_bytes,
     options_of,
     reference,
     run,
@@ -183,16 +183,6 @@ def test_autocast_rounds_stacks_expert_by_expert(device):
             assert torch.equal(grad.bfloat16(), expected[name].bfloat16()), name
     compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
     assert_same(run(compiled, tensors, dy), got)
-
-
-def kept_bytes(function, tensors):
-    """What autograd holds between the passes, without the stacks and the index."""
-    kept = []
-    stacks = {t.untyped_storage().data_ptr() for n, t in tensors.items() if n in NAMES[2:]}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        function(**tensors)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return sum(size for address, size in storages.items() if address not in stacks)
 
 
 @pytest.mark.parametrize("save", SAVES)

@@ -21,6 +21,7 @@ from helpers.expert_layers import (
     errors,
     exact,
     function_of,
+    kept_bytes,
     op_arguments,
     options_of,
     reference,
@@ -197,14 +198,9 @@ def test_nothing_decoded_is_kept(device):
     tensors, index, _ = sample("mixtral", torch.float32, device)
     stacks, rest = quantized(tensors)
     leaves = {name: t.requires_grad_() for name, t in rest.items()}
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        function_of("mixtral", index, stacks, save="L2")(**leaves)
-    given = [*leaves.values(), *(t for q in stacks.values() for t in (q.codes, q.scales))]
-    known = {t.untyped_storage().data_ptr() for t in given}
-    own = {t.untyped_storage().data_ptr(): t.nbytes for t in kept}
-    routing = 4 * index.numel() + 4 * (EXPERTS + 1)
-    assert sum(size for address, size in own.items() if address not in known) == routing
+    codes = [t for q in stacks.values() for t in (q.codes, q.scales)]
+    kept = kept_bytes(function_of("mixtral", index, stacks, save="L2"), leaves, codes)
+    assert kept == rest["x"].nbytes + rest["weight"].nbytes + 4 * (index.numel() + EXPERTS + 1)
 
 
 def test_flops_do_not_depend_on_how_stacks_lie(device):

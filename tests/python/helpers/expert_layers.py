@@ -178,6 +178,18 @@ def exact(case, index, tensors, dy):
     )
 
 
+def kept_bytes(function, tensors, known=()):
+    """What autograd holds between the passes, without stacks, adapters, and tensors that the caller
+    knows."""
+    kept = []
+    given = [t for n, t in tensors.items() if n not in ("x", "weight")] + [*known]
+    apart = {t.untyped_storage().data_ptr() for t in given}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function(**tensors)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for address, size in storages.items() if address not in apart)
+
+
 def errors(got, wanted):
     """Root mean squares: a largest error is that of one element by chance."""
     return {n: (got[n].double() - wanted[n]).square().mean().sqrt().item() for n in wanted}
