@@ -101,6 +101,7 @@ def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
 
 class QuantizedExperts(nn.Module):
     """The experts of a mixture whose matrices are in few bits, which are read and never trained.
+    :func:`headroom.quantize` and :func:`headroom.load_quantized` make them.
 
     The parameter of each stack of matrices holds its codes, and another, whose name has
     ``_scales`` behind it, the bytes of their scales: two plain Parameters of integers, as of

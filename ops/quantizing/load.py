@@ -44,8 +44,9 @@ def load_quantized(
     """Fills a model on the meta device from safetensors files, with its weights in few bits.
 
     Tensors are read one after the other, and each weight is quantized before the next is read: the
-    peak of memory is that of the result and one tensor. Tensors that are not quantized keep the
-    dtype of the file.
+    peak of memory is that of the result and one tensor. Stacks of experts are read and quantized
+    matrix by matrix, also where files have each matrix for itself, as transformers saves them.
+    Tensors that are not quantized keep the dtype of the file.
 
     Tensors that are tied in the model stay so if the files have one of them, or equal ones; others
     that the files have each for itself are no longer tied, as in transformers.
@@ -61,7 +62,8 @@ def load_quantized(
         model: with parameters on the meta device, or on another, where they are replaced, and live
             until all is read.
         files: a safetensors file, an index (``model.safetensors.index.json``), a folder that has
-            either, or several files. Names are those of ``model.state_dict()``.
+            either, or several files. Names are those of ``model.state_dict()``, or those that
+            transformers makes these of.
         to, block_size, double, skip, search: as in :func:`headroom.quantize`.
         device: where the model shall be, and weights are quantized.
 

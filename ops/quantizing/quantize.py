@@ -29,7 +29,7 @@ def quantize(
     skip: Iterable[str] | str | None = None,
     search: bool = False,
 ) -> QuantizeReport:
-    """Puts the weights of the linear layers of a model into 4 or 8 bits, in place.
+    """Puts the weights of the linear layers and experts of a model into 4 or 8 bits, in place.
 
     Layers become :class:`headroom.nn.Linear4bit` or :class:`headroom.nn.Linear8bit`: the same
     modules with their hooks and biases, whose weights are frozen. One weight is quantized at a
@@ -38,8 +38,9 @@ def quantize(
     ``save_pretrained`` writes is loaded by transformers with bitsandbytes.
 
     Layers are modules of the classes ``nn.Linear``, :class:`headroom.nn.Linear`, and Conv1D of
-    transformers. Where weights of some are frozen and those of others trained, as those of
-    adapters, the latter are left.
+    transformers. The experts of mixtures of transformers that :func:`headroom.patch` computes
+    become :class:`headroom.nn.QuantizedExperts`, one module after the other. Where weights of some
+    are frozen and those of others trained, as those of adapters, the latter are left.
 
     Example::
 
@@ -105,7 +106,8 @@ def take_shape(one: Holder, to: str) -> None:
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Turns layers of few bits into ``nn.Linear``, in place, and returns the model.
+    """Turns layers of few bits into ``nn.Linear``, and experts into what they were, in place, and
+    returns the model.
 
     Weights have the numbers of their codes, not those that they had before, and require gradients.
 
