@@ -6,13 +6,16 @@ Beside ``weight``, the codes, there are
   ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
   ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``), the bytes of a JSON text;
 - of 8 bits: ``SCB``, the largest magnitude of each row, and ``weight_format``, which is 0.
+
+Stacks of experts in MXFP4, which bitsandbytes does not know, are stored as files of gpt-oss have
+them: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``, without ``gate_up_proj``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +26,14 @@ from .._core.registration import FLOATS
 from .._core.surroundings import is_plain
 from .._core.text import quoted
 from ..functional.dynamic_map import dynamic_map
-from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix
+from ..functional.quantize_matrix import BLOCK_SIZES, MXFP4, QuantizedMatrix
 
 NESTED_BLOCK = 256  # scales that share a scale
 STATE = "weight.quant_state.bitsandbytes__"
 KEYS_4BIT = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 KEYS_8BIT = ("SCB", "weight_format")
 ROW_FORMAT = 0  # of weight_format: codes lie in the order of the rows
+BLOCKS = "blocks"
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 # Codes 0 to 15: quantiles of the normal distribution (Dettmers et al., arXiv:2305.14314), and
@@ -55,17 +59,25 @@ def canonical_key(name: str, key: str) -> str | None:
     ``SCB``; None for what belongs to something else."""
     if key == name:
         return "weight"
-    if key == scales_name(name):
-        return "scales"
+    for what in ("scales", BLOCKS):
+        if key == f"{name}_{what}":
+            return what
     if not key.startswith(f"{name}."):
         return None
     rest = key[len(name) + 1 :]
     return rest if rest in KEYS_8BIT else f"weight.{rest}"
 
 
-def weight_behind(key: str) -> str | None:
-    """Returns the name of the weight or stack that a key which only bitsandbytes has belongs to;
-    None for any other key."""
+def weight_behind(key: str, own: Collection[str]) -> str | None:
+    """Returns the name of the weight or stack in few bits that a key belongs to; None for codes of
+    bitsandbytes, which have the name itself, and for any other key.
+
+    Args:
+        own: all keys of its module.
+    """
+    stem, _, last = key.rpartition("_")
+    if last in ("scales", BLOCKS) and f"{stem}_{BLOCKS}" in own:
+        return stem
     name = "weight" if is_bitsandbytes_key(key) else key.partition(".")[0]
     found = key if name == "weight" else canonical_key(name, key)
     return name if found is not None and is_bitsandbytes_key(found) else None
@@ -102,7 +114,11 @@ def has_values(q: QuantizedMatrix) -> bool:
 def is_finite(q: QuantizedMatrix) -> bool:
     """Returns whether all scales of a matrix are finite; True if they cannot be read. Reads a
     number from the device."""
-    return not has_values(q) or bool(floats_of(q).isfinite().all())
+    if not has_values(q):
+        return True
+    if q.format == MXFP4:
+        return bool((q.scales != 255).all())
+    return bool(floats_of(q).isfinite().all())
 
 
 # ---- writing -------------------------------------------------------------------------------------

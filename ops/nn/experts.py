@@ -16,8 +16,9 @@ from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype
 from .._core.surroundings import is_plain, takes_ops
 from ..functional.experts import experts
-from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix
+from ..functional.quantize_matrix import MXFP4, QuantizedMatrix, dequantize_matrix
 from .bitsandbytes import (
+    BLOCKS,
     KEYS_8BIT,
     TABLES,
     canonical_key,
@@ -109,7 +110,8 @@ class QuantizedExperts(nn.Module):
     of autocast, in which they compute; rows, weights and biases have gradients.
 
     The ``state_dict`` has the keys and bytes of ``bitsandbytes.nn.parametrize``, such as
-    ``gate_up_proj`` and ``gate_up_proj.absmax``, and takes these, and stacks of 16 or 32 bits.
+    ``gate_up_proj`` and ``gate_up_proj.absmax``, and takes these, and stacks of 16 or 32 bits; in
+    MXFP4 it has those of gpt-oss, ``gate_up_proj_blocks`` and ``gate_up_proj_scales``.
 
     Attributes:
         rule: what the module computes.
@@ -124,8 +126,15 @@ class QuantizedExperts(nn.Module):
         cls, module: nn.Module, rule: ExpertsRule, stacks: Sequence[QuantizedMatrix]
     ) -> QuantizedExperts:
         """Turns a module of experts into this class, in place: its hooks, biases, and those who
-        hold it, stay."""
+        hold it, stay.
+
+        Args:
+            rule: of the module; rows of stacks in MXFP4 are outputs, whatever it says.
+            stacks: the matrices.
+        """
         layer: Any = module
+        if stacks[0].format == MXFP4:
+            rule = dataclasses.replace(rule, options=rule.options | {"transposed": False})
         layer._was, layer.__class__ = type(module), cls
         layer.rule, layer._forms = rule, {}
         for name, q in zip(rule.stacks, stacks):
@@ -136,8 +145,10 @@ class QuantizedExperts(nn.Module):
         """Turns this module into one of the class that it was, in place, with stacks that require
         gradients."""
         layer: Any = self
+        is_turned = layer.is_transposed != self.rule.options["transposed"]
         for name, q in zip(self.rule.stacks, self.stacks()):
-            setattr(layer, name, nn.Parameter(dequantize_matrix(q, dtype)))
+            stack = dequantize_matrix(q, dtype)
+            setattr(layer, name, nn.Parameter(stack.mT.contiguous() if is_turned else stack))
             delattr(layer, scales_name(name))
         layer.__class__ = self._was
         del layer._was, layer.rule, layer._forms
@@ -188,7 +199,9 @@ class QuantizedExperts(nn.Module):
         """Writes what bitsandbytes writes; shards, and tensors without values, as they are."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, q in zip(self.rule.stacks, self.stacks()):
-            if has_values(q):
+            if q.format == MXFP4:
+                destination[f"{prefix}{name}_{BLOCKS}"] = destination.pop(prefix + name)
+            elif has_values(q):
                 del destination[prefix + scales_name(name)]
                 for key, value in entries_of(q).items():
                     destination[prefix + stack_key(name, key)] = value
@@ -218,7 +231,11 @@ class QuantizedExperts(nn.Module):
                 return
             if q is not None:
                 self._make_room(name, q, local_metadata.get("assign_to_params_buffers", False))
-                gone = {k for k, key in own.items() if key and is_bitsandbytes_key(key)}
+                gone = {
+                    k
+                    for k, key in own.items()
+                    if key and (key == BLOCKS or is_bitsandbytes_key(key))
+                }
                 mine = {k: v for k, v in mine.items() if k not in gone}
                 mine |= {name: q.codes, scales_name(name): q.scales}
         given = {prefix + key: value for key, value in mine.items()}

@@ -13,8 +13,15 @@ from typing_extensions import Self
 
 from .._core.checks import check_choice
 from ..functional.linear_quantized import quantized_linear_forward
-from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
+from ..functional.quantize_matrix import (
+    MXFP4,
+    QuantizedMatrix,
+    dequantize_matrix,
+    mxfp4_matrix,
+    quantize_matrix,
+)
 from .bitsandbytes import (
+    BLOCKS,
     KEYS_4BIT,
     KEYS_8BIT,
     TABLES,
@@ -281,6 +288,13 @@ def matrix_in(
     Raises:
         ValueError: the entries do not fit each other or the module, or a scale is not finite.
     """
+    if BLOCKS in entries:
+        if "scales" not in entries:
+            raise ValueError("its scales are missing")
+        q = mxfp4_matrix(entries[BLOCKS], entries["scales"], like.dtype)
+        if q.shape != like.shape:
+            raise ValueError(f"it is {[*q.shape]}, and the layer {[*like.shape]}")
+        return _checked(q, formats, holder)
     weight = entries.get("weight")
     quantized = {k: v for k, v in entries.items() if k == "weight" or is_bitsandbytes_key(k)}
     if len(quantized) == (weight is not None):  # no key that only bitsandbytes has
@@ -294,11 +308,15 @@ def matrix_in(
         if "scales" in entries:
             _check_dtypes(entries, {"weight": like.codes.dtype, "scales": torch.uint8})
             return None
-    q = matrix_of(quantized, like.shape, like.dtype)
+    return _checked(matrix_of(quantized, like.shape, like.dtype), formats, holder)
+
+
+def _checked(q: QuantizedMatrix, formats: Collection[str], holder: str) -> QuantizedMatrix:
     if q.format not in formats:
         raise ValueError(f"it is in {q.format}, and {holder}")
     if not is_finite(q):
-        where = "'SCB'" if q.format == "int8" else "'weight.absmax' and what belongs to it"
+        known = {"int8": "'SCB'", MXFP4: "'weight_scales'"}
+        where = known.get(q.format, "'weight.absmax' and what belongs to it")
         raise ValueError(f"{where} must have finite numbers alone")
     return q
 

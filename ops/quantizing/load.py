@@ -15,7 +15,8 @@ from .._core.all_or_nothing import all_or_nothing
 from .._core.grouping import grouped
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
-from ..nn.bitsandbytes import KEYS_8BIT, scales_name, weight_behind
+from ..functional.quantize_matrix import mxfp4_matrix
+from ..nn.bitsandbytes import BLOCKS, KEYS_8BIT, scales_name, weight_behind
 from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..nn.torch_encoder import call_linears
@@ -51,8 +52,9 @@ def load_quantized(
     Tensors that are tied in the model stay so if the files have one of them, or equal ones; others
     that the files have each for itself are no longer tied, as in transformers.
 
-    Weights that bitsandbytes quantized, alone or through transformers, are taken as they are, in
-    their own format; other weights of such files were left on purpose, and are left.
+    Weights that bitsandbytes quantized, alone or through transformers, and experts in MXFP4, as
+    those of gpt-oss, are taken as they are, in their own format; other weights of such files were
+    left on purpose, and are left.
 
     Of a model of transformers: ``with torch.device("meta"): model =
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))``, and then
@@ -106,7 +108,7 @@ def load_quantized(
             if name in wide:
                 given |= _quantized(name, chosen[name], wide[name], to, options, device, room)
             elif name in packed and name in held:
-                take_shape(held[name], "int8" if _is_8bit(own) else "nf4")
+                _take_form(name, held[name], own)
             _fill(module, joined(name, ""), given)
             if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 report._add(name, was, before, module)
@@ -139,13 +141,28 @@ def _by_module(
     return found
 
 
-def _packed(own: Iterable[str]) -> set[str]:
+def _packed(own: Collection[str]) -> set[str]:
     """Returns the names of the weights of a module that the files have in few bits."""
-    return {name for key in own if (name := weight_behind(key)) is not None}
+    return {name for key in own if (name := weight_behind(key, own)) is not None}
 
 
-def _is_8bit(own: Iterable[str]) -> bool:
-    return any(key.rpartition(".")[2] in KEYS_8BIT for key in own)
+def _take_form(name: str, one: Holder, own: Mapping[str, Entry | Stack]) -> None:
+    """Turns a layer or experts into few bits, in place, of the format that the files have, without
+    values."""
+    blocks = [own.get(f"{key}_{BLOCKS}") for key in one.params]
+    if None in blocks:
+        is_8bit = any(key.rpartition(".")[2] in KEYS_8BIT for key in own)
+        take_shape(one, "int8" if is_8bit else "nf4")
+        return
+    found = []
+    for weight, entry in zip(one.weights.values(), blocks):
+        assert entry is not None
+        made = [
+            torch.empty(shape, dtype=torch.uint8, device="meta")
+            for shape in (entry.shape, entry.shape[:-1])
+        ]
+        found.append(mxfp4_matrix(*made, dtype=weight.dtype))
+    one.take(*found)
 
 
 def _choice(
@@ -188,16 +205,26 @@ def _compare(
     given, filled, unexpected = set(), set(), []
     for name, own in found.items():
         module, in_few_bits = modules[name], packed.get(name, ())
-        if in_few_bits and in_few_bits != _numels(module, held.get(name)).keys():
+        numels = _numels(module, held.get(name))
+        if in_few_bits and not numels:
             why = others.get(name, "no linear layer")
             raise ValueError(f"'{name}' is in few bits in the files, and {why}")
+        if in_few_bits and in_few_bits != numels.keys():
+            wanted, got = sorted(numels), sorted(in_few_bits)
+            raise ValueError(f"'{name}' has {got} in few bits in the files, wanted {wanted}")
         tensors = dict(_tensors(module))
         given |= {joined(name, key) for key in (*own, *map(scales_name, in_few_bits))}
+        for key in in_few_bits:
+            if f"{key}_{BLOCKS}" in own:
+                if key == "weight":
+                    raise ValueError(f"'{name}' is in MXFP4 in the files, and no module of experts")
+                _check_blocks(joined(name, key), key, own, numels[key])
+                given.add(joined(name, key))
         # Codes are not what another module can have too.
         filled |= {id(tensors[key]) for key in own.keys() - in_few_bits if key in tensors}
         for key, entry in own.items():
             full = joined(name, key)
-            if key not in tensors and weight_behind(key) not in in_few_bits:
+            if key not in tensors and weight_behind(key, own) not in in_few_bits:
                 unexpected.append(full)
             elif key in tensors and key not in in_few_bits:
                 if (wanted := tuple(tensors[key].shape)) != entry.shape:
@@ -221,6 +248,22 @@ def _compare(
     for name, module in modules.items():
         if lost := _lost_buffers(module):
             _initializer(modules, name, lost[0])
+
+
+def _check_blocks(full: str, key: str, own: Mapping[str, Entry | Stack], numel: int) -> None:
+    """Raises where the blocks and scales of a stack in MXFP4 do not fit."""
+    shapes = [own[k].shape if k in own else None for k in (f"{key}_{BLOCKS}", scales_name(key))]
+    blocks, scales = shapes
+    if (
+        blocks is None
+        or scales != blocks[:-1]
+        or len(blocks) != 4
+        or 2 * math.prod(blocks) != numel
+    ):
+        raise ValueError(
+            f"'{full}' has blocks {blocks} and scales {scales} in the files, wanted [experts, out, "
+            f"in / 32, 16] and [experts, out, in / 32] for {numel:,} elements"
+        )
 
 
 def _such(names: list[str]) -> str:
@@ -250,7 +293,7 @@ def _wide_bytes(
     return sum(
         2 * numel if key in in_few_bits or own[key].dtype not in FLOATS else own[key].size
         for key, numel in _numels(module, held).items()
-        if key in own
+        if key in own or key in in_few_bits
     )
 
 

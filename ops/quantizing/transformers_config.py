@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..functional.quantize_matrix import MXFP4
 from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear
 from .choice import is_linear
@@ -27,9 +28,15 @@ def describe(model: nn.Module) -> None:
     if len(kinds) == 1:
         left = [name for name, module in model.named_modules() if is_linear(module)]
         config.quantization_config = _description(kinds.pop(), layers[0], left)
-    elif hasattr(config, "quantization_config"):
+    elif hasattr(config, "quantization_config") and not _is_in_mxfp4(model):
         del config.quantization_config
     _keep_stacks(model)
+
+
+def _is_in_mxfp4(model: nn.Module) -> bool:
+    """Returns whether a model has experts in MXFP4, which its own config describes."""
+    found = (module for module in model.modules() if isinstance(module, QuantizedExperts))
+    return any(q.format == MXFP4 for module in found for q in module.stacks())
 
 
 def _keep_stacks(model: Any) -> None:
