@@ -1664,6 +1664,7 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  *     HR_NF4         4.5     table[code(i)] * absmax[i / block_size]         half a byte
  *     HR_FP4         4.5     the same, with another table                    half a byte
  *     HR_INT8_ROWS   8       code * absmax[r] * 7.874015718698502e-3f        i8, [rows, cols]
+ *     HR_MXFP4       4.25    table[code(i)] * 2^(absmax_codes[i / 32] - 127) half a byte
  *
  * Two codes of 4 bits lie in a byte, that of the even i in its upper half. Blocks are counted
  * through the whole matrix and cross its rows; the last may be short. NF4 (Dettmers et al.,
@@ -1678,8 +1679,22 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  *     absmax[b] = map[absmax_codes[b]] * absmax_scales[b / 256] + offset[0]
  *
  * in two roundings.
+ *
+ * HR_MXFP4 is that of the OCP Microscaling Formats (MX) Specification v1.0, as the files of gpt-oss
+ * store it. It is only read. Blocks have 32 elements, and cols is a multiple of 32. Of two codes in a
+ * byte, that of the even i lies in the lower half. A code has a sign, two bits of exponent and one of
+ * mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a minus, of which the first is -0.
+ * A scale is the exponent of a power of two (E8M0), which stands in absmax_codes; 255 is NaN, and so
+ * are all elements of its block. Every element is exact in f32 and bf16, but those of 2^128 and more,
+ * which are infinities; f16 is rounded.
  */
-typedef enum hr_format { HR_DENSE = 0, HR_NF4 = 1, HR_FP4 = 2, HR_INT8_ROWS = 3 } hr_format;
+typedef enum hr_format {
+    HR_DENSE = 0,
+    HR_NF4 = 1,
+    HR_FP4 = 2,
+    HR_INT8_ROWS = 3,
+    HR_MXFP4 = 4
+} hr_format;
 
 typedef struct hr_matrix {
     size_t size; /* sizeof(hr_matrix) */
@@ -1689,10 +1704,10 @@ typedef struct hr_matrix {
     int64_t stride;     /* HR_DENSE: elements from a row to the next, >= cols; else not read */
     void *data;         /* [rows * cols] elements or codes; (rows * cols + 1) / 2 bytes in 4 bits.
                            Codes may be at any address */
-    int32_t block_size; /* 4 bits: a power of two from 32 to 4096; else not read */
+    int32_t block_size; /* NF4, FP4: a power of two from 32 to 4096; else not read */
     int32_t reserved;   /* 0 */
-    float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows] */
-    uint8_t *absmax_codes; /* [blocks], or NULL; 4 bits only */
+    float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows]; HR_MXFP4: not read, as the last two */
+    uint8_t *absmax_codes; /* [blocks]; NF4, FP4: or NULL; HR_INT8_ROWS: NULL */
     float *absmax_scales;  /* with absmax_codes: [hr_block_count(blocks, 256)] */
     float *offset;         /* with absmax_codes: [1] */
 } hr_matrix;
@@ -1741,7 +1756,7 @@ typedef struct hr_quantize_matrix_config {
  * x       in: [rows, cols] of `dtype`
  * dtype   f32, bf16 or f16
  *
- * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract; HR_UNSUPPORTED for HR_MXFP4.
  */
 HR_API hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype dtype,
                                     const hr_quantize_matrix_config *config, const hr_exec *exec);
@@ -1769,7 +1784,7 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
  *
  * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
  * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
- * 16 bytes for this, and cols a multiple of 32.
+ * 16 bytes for this, and cols a multiple of 32. HR_MXFP4 is decoded in parts for any number of rows.
  *
  * config->addend is added to the sum, which is rounded once all the same.
  */
@@ -2125,6 +2140,17 @@ HR_API hr_status hr_route(int32_t *offsets, int32_t *order, const void *index, i
  *     dgate_up[e], dgate_up_bias[e], dx[t]          from those
  *
  * so that the result of the second product is not needed. Experts without rows get gradients of 0.
+ *
+ * A stack may have few bits, and each may have an adapter for every expert, A [rank, inputs] and
+ * B [outputs, rank], which adds scale (in A^T) B^T to its product in W^T, as in hr_lora_forward():
+ *
+ *     t        = in A^T                              u    = out B            out: the gradient of out
+ *     dB       = scale out^T t                       dA   = scale u^T in     in: x[t], or w h of down
+ *     din      = out W + scale u A
+ *
+ * t and u are rounded to config->dtype; so is what an adapter adds to gate and up, before it is added
+ * to their product, which is rounded once more. What it adds to other products stays binary32.
+ *
  * Every level of what is kept gives the same bits, and so does any number of threads, with a product
  * of hr_gemm() that does:
  *
@@ -2166,21 +2192,43 @@ typedef struct hr_experts_sizes {
     int64_t hidden, features; /* 1 or more. width: 2 * features if gated, else features */
 } hr_experts_sizes;
 
-/* Stacks of matrices, which are only read: a matrix is that of expert 0, and `pitch` elements lead
- * from it to the next. In hr_experts_config.dtype, or in f32: then each is rounded when its expert's
- * turn comes. HR_DENSE only; other formats return HR_UNSUPPORTED. */
+/* The adapters of a stack: A and B of every expert, which are rounded to hr_experts_config.dtype when
+ * its turn comes. `inputs` and `outputs` are those of the product, of transposed stacks too. */
+typedef struct hr_experts_adapter {
+    int64_t rank;   /* 0: there are none, and the rest is not read */
+    double scale;   /* finite in binary32 */
+    hr_dtype dtype; /* f32, or hr_experts_config.dtype: of a, b and their gradients */
+    const void *a;  /* [experts, rank, inputs] */
+    const void *b;  /* [experts, outputs, rank] */
+} hr_experts_adapter;
+
+/* Stacks of matrices, which are only read. Of HR_DENSE a matrix is that of expert 0, and `pitch`
+ * elements lead from it to the next, in hr_experts_config.dtype or f32. Of few bits it is those of all
+ * experts, one behind another, [experts * rows of one, cols], so that blocks of codes and of scales
+ * may cross from one to the next; pitch is not read, and it has no gradient. A matrix of f32 or of few
+ * bits is rounded or decoded to hr_experts_config.dtype when its expert's turn comes. */
 typedef struct hr_experts_params {
     hr_matrix gate_up;                 /* [width, hidden]; transposed: [hidden, width] */
     hr_matrix down;                    /* [hidden, features]; transposed: [features, hidden] */
     int64_t gate_up_pitch, down_pitch; /* not less than a matrix takes */
     const void *gate_up_bias;          /* [experts, width], or NULL */
     const void *down_bias;             /* [experts, hidden], or NULL */
+    hr_experts_adapter gate_up_adapter, down_adapter;
 } hr_experts_params;
 
-/* Gradients, which are written, not added to: of the shapes of the stacks, dense and in the dtype of
- * each. NULL: not wanted. */
+#define HR_EXPERTS_PARAMS_INIT                                                          \
+    {                                                                                   \
+        HR_MATRIX_INIT, HR_MATRIX_INIT, 0, 0, NULL, NULL, {0, 0.0, HR_F32, NULL, NULL}, \
+        {                                                                               \
+            0, 0.0, HR_F32, NULL, NULL                                                  \
+        }                                                                               \
+    }
+
+/* Gradients, which are written, not added to: of the shapes of the stacks and of A and B of their
+ * adapters, dense and in the dtype of each. NULL: not wanted. */
 typedef struct hr_experts_grads {
     void *gate_up, *down, *gate_up_bias, *down_bias;
+    void *gate_up_a, *gate_up_b, *down_a, *down_b;
 } hr_experts_grads;
 
 /* What forward keeps for backward, in the order of hr_route(): dense rows of config->dtype. NULL: not
@@ -2197,7 +2245,11 @@ typedef enum hr_experts_wanted {
     HR_EXPERTS_GATE_UP = 4,
     HR_EXPERTS_GATE_UP_BIAS = 8,
     HR_EXPERTS_DOWN = 16,
-    HR_EXPERTS_DOWN_BIAS = 32
+    HR_EXPERTS_DOWN_BIAS = 32,
+    HR_EXPERTS_GATE_UP_A = 64,
+    HR_EXPERTS_GATE_UP_B = 128,
+    HR_EXPERTS_DOWN_A = 256,
+    HR_EXPERTS_DOWN_B = 512
 } hr_experts_wanted;
 
 typedef struct hr_experts_needs {
@@ -2214,8 +2266,9 @@ typedef struct hr_experts_needs {
  * needs   out: host
  * params  in: host. Of the memory that it points to nothing is read
  *
- * Errors: HR_UNSUPPORTED for a matrix of few bits, and on CUDA while a stream is captured: a graph
- * would repeat the products for the routing of the capture.
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract, as where the gradient of a stack of
+ * few bits is wanted, or that of an adapter that is not there. HR_UNSUPPORTED on CUDA while a stream
+ * is captured: a graph would repeat the products for the routing of the capture.
  */
 HR_API hr_status hr_experts_query(hr_experts_needs *needs, const hr_experts_sizes *sizes,
                                   hr_experts_save save, uint32_t wanted,

@@ -43,8 +43,9 @@ hr_status hr_experts_query(hr_experts_needs *needs, const hr_experts_sizes *size
     HR_TRY(experts_begin(&call, sizes, params, config, exec));
     HR_REQUIRE(save >= HR_EXPERTS_SAVE_ALL && save <= HR_EXPERTS_SAVE_INPUT,
                "%s: save is %d, wanted 0, 1 or 2", function, (int)save);
-    HR_REQUIRE(!(wanted & ~(uint32_t)EXPERTS_ANY), "%s: wanted is %" PRIu32 ", wanted at most %d",
-               function, wanted, (int)EXPERTS_ANY);
+    HR_REQUIRE(!(wanted & ~EXPERTS_ANY), "%s: wanted is %" PRIu32 ", wanted at most %" PRIu32,
+               function, wanted, EXPERTS_ANY);
+    HR_TRY(experts_check_wanted(&call, wanted));
     const int inner = (wanted & EXPERTS_INNER) != 0;
     const int gate_up = inner && save != HR_EXPERTS_SAVE_INPUT;
     const int activated = inner && save == HR_EXPERTS_SAVE_ALL;
@@ -127,14 +128,47 @@ hr_status experts_round(const experts_call *call, const hr_rows *to, hr_dtype dt
 static hr_status take_matrix(const experts_call *call, int64_t expert, const hr_matrix *stack,
                              int64_t pitch, size_t place, hr_rows *rows)
 {
-    const int64_t bytes = expert * pitch * (int64_t)hr_dtype_size(stack->dtype);
-    *rows = (hr_rows){(char *)stack->data + bytes, stack->stride};
+    const int is_dense = stack->format == HR_DENSE;
+    const int64_t bytes = is_dense ? expert * pitch * (int64_t)hr_dtype_size(stack->dtype) : 0;
+    const hr_rows from = {(char *)stack->data + bytes, stack->stride};
+    *rows = from;
     if (place == HR_NO_PART)
         return HR_OK;
-    const hr_rows rounded = {experts_place(call, place), stack->cols};
-    const hr_rows from = *rows;
-    *rows = rounded;
-    return experts_round(call, &rounded, call->config.dtype, &from, stack->rows, stack->cols);
+    *rows = (hr_rows){experts_place(call, place), stack->cols};
+    if (is_dense)
+        return experts_round(call, rows, call->config.dtype, &from, stack->rows, stack->cols);
+    hr_matrix matrix = *stack;
+    matrix.dtype = call->config.dtype;
+    const int64_t count = stack->rows / call->sizes.experts;
+    return hr_dequantize_matrix(rows, &matrix, expert * count, count, 0, stack->cols, call->exec);
+}
+
+/* A or B of an expert: `rows` rows of `cols`. */
+static hr_status take_factor(const experts_call *call, int64_t expert, const void *stack,
+                             hr_dtype dtype, size_t place, hr_rows *factor, int64_t rows,
+                             int64_t cols)
+{
+    const size_t bytes = (size_t)(expert * rows * cols) * hr_dtype_size(dtype);
+    const hr_rows from = {(char *)stack + bytes, cols};
+    *factor = (hr_rows){place == HR_NO_PART ? from.data : experts_place(call, place), cols};
+    return place == HR_NO_PART ? HR_OK
+                               : experts_round(call, factor, call->config.dtype, &from, rows, cols);
+}
+
+static hr_status take(const experts_call *call, int64_t expert, const hr_matrix *stack,
+                      int64_t pitch, const hr_experts_adapter *adapter, const experts_parts *parts,
+                      experts_matrix *matrix)
+{
+    const int64_t rank = matrix->rank = adapter->rank;
+    matrix->scale = adapter->scale;
+    matrix->t = parts->t, matrix->u = parts->u;
+    HR_RUN(take_matrix(call, expert, stack, pitch, parts->matrix, &matrix->rows));
+    if (rank == 0)
+        return HR_OK;
+    HR_RUN(take_factor(call, expert, adapter->a, adapter->dtype, parts->a, &matrix->a, rank,
+                       matrix->inputs));
+    return take_factor(call, expert, adapter->b, adapter->dtype, parts->b, &matrix->b,
+                       matrix->outputs, rank);
 }
 
 hr_status experts_take(const experts_call *call, int64_t expert, experts_matrix *gate_up,
@@ -142,12 +176,33 @@ hr_status experts_take(const experts_call *call, int64_t expert, experts_matrix 
 {
     const hr_experts_params *const p = &call->params;
     const hr_experts_sizes *const s = &call->sizes;
-    *gate_up = (experts_matrix){{NULL, 0}, call->width, s->hidden};
-    *down = (experts_matrix){{NULL, 0}, s->hidden, s->features};
-    HR_RUN(take_matrix(call, expert, &p->gate_up, p->gate_up_pitch, call->layout.gate_up_matrix,
-                       &gate_up->rows));
-    return take_matrix(call, expert, &p->down, p->down_pitch, call->layout.down_matrix,
-                       &down->rows);
+    *gate_up = (experts_matrix){.outputs = call->width, .inputs = s->hidden};
+    *down = (experts_matrix){.outputs = s->hidden, .inputs = s->features};
+    HR_RUN(take(call, expert, &p->gate_up, p->gate_up_pitch, &p->gate_up_adapter,
+                &call->layout.of_gate_up, gate_up));
+    return take(call, expert, &p->down, p->down_pitch, &p->down_adapter, &call->layout.of_down,
+                down);
+}
+
+/* out [m, n] = in [m, k] times a matrix, as the config says. */
+static hr_status multiply(const experts_call *call, void *out, int64_t m, int64_t n, const void *in,
+                          int64_t k, const hr_rows *matrix, const void *bias,
+                          const hr_gemm_config *config)
+{
+    const hr_rows to = {out, n}, from = {(void *)in, k};
+    return hr_gemm(&to, &from, matrix, bias, m, n, k, config,
+                   experts_place(call, call->layout.product), call->layout.product_bytes,
+                   call->exec);
+}
+
+hr_status experts_narrow(const experts_call *call, const void *in, const experts_matrix *matrix,
+                         int64_t rows, int back)
+{
+    hr_gemm_config config = experts_gemm_config(call);
+    config.transpose_b = !back;
+    return multiply(call, experts_place(call, back ? matrix->u : matrix->t), rows, matrix->rank, in,
+                    back ? matrix->outputs : matrix->inputs, back ? &matrix->b : &matrix->a, NULL,
+                    &config);
 }
 
 hr_status experts_times(const experts_call *call, void *out, hr_dtype out_dtype, const void *in,
@@ -157,11 +212,16 @@ hr_status experts_times(const experts_call *call, void *out, hr_dtype out_dtype,
     const int64_t k = back ? matrix->outputs : matrix->inputs;
     hr_gemm_config config = experts_gemm_config(call);
     config.out_dtype = out_dtype;
+    if (matrix->rank > 0) {
+        HR_RUN(experts_narrow(call, in, matrix, rows, back));
+        config.transpose_b = !back;
+        config.alpha = matrix->scale;
+        HR_RUN(multiply(call, out, rows, n, experts_place(call, back ? matrix->u : matrix->t),
+                        matrix->rank, back ? &matrix->a : &matrix->b, NULL, &config));
+        config.alpha = config.beta = 1.0;
+    }
     config.transpose_b = back == call->config.transposed;
-    const hr_rows to = {out, n}, from = {(void *)in, k};
-    return hr_gemm(&to, &from, &matrix->rows, bias, rows, n, k, &config,
-                   experts_place(call, call->layout.product), call->layout.product_bytes,
-                   call->exec);
+    return multiply(call, out, rows, n, in, k, &matrix->rows, bias, &config);
 }
 
 hr_status experts_gather(const experts_call *call, const experts_tile *tile, size_t to,

@@ -18,30 +18,54 @@ typedef struct experts_part {
     int is_first, is_last; /* of the expert */
 } experts_part;
 
-/* The gradient of a matrix of an expert: outputs^T inputs, which lie the other way round where
- * matrices are transposed. With several tiles 16 bits are added up in `sum`. */
-static hr_status add_matrix_grad(const experts_backward *b, const experts_part *part, void *stack,
-                                 const hr_matrix *matrix, size_t sum, const void *outputs,
-                                 int64_t output_count, const void *inputs, int64_t input_count)
+/* Adds the rows of a tile to the gradient [m, n] of a matrix of an expert: scale left^T right. With
+ * several tiles 16 bits are added up in `sum`. */
+static hr_status add_grad(const experts_backward *b, const experts_part *part, void *stack,
+                          hr_dtype dtype, size_t sum, const void *left, int64_t m,
+                          const void *right, int64_t n, double scale)
 {
     const experts_call *const call = &b->call;
-    const int turned = call->config.transposed;
-    const int64_t m = turned ? input_count : output_count, n = turned ? output_count : input_count;
-    const hr_rows left = {(void *)(turned ? inputs : outputs), m};
-    const hr_rows right = {(void *)(turned ? outputs : inputs), n};
-    const size_t bytes = (size_t)(m * n) * hr_dtype_size(matrix->dtype);
+    if (!stack)
+        return HR_OK;
+    const hr_rows lefts = {(void *)left, m}, rights = {(void *)right, n};
+    const size_t bytes = (size_t)(m * n) * hr_dtype_size(dtype);
     const hr_rows grad = {(char *)stack + (size_t)part->expert * bytes, n};
     const int is_summed = sum != HR_NO_PART && !(part->is_first && part->is_last);
     const hr_rows to = {is_summed ? experts_place(call, sum) : grad.data, n};
     hr_gemm_config config = experts_gemm_config(call);
-    config.out_dtype = is_summed ? HR_F32 : matrix->dtype;
+    config.out_dtype = is_summed ? HR_F32 : dtype;
     config.transpose_a = 1;
+    config.alpha = scale;
     config.beta = !part->is_first;
-    HR_RUN(hr_gemm(&to, &left, &right, NULL, m, n, part->count, &config,
+    HR_RUN(hr_gemm(&to, &lefts, &rights, NULL, m, n, part->count, &config,
                    experts_place(call, call->layout.product), call->layout.product_bytes,
                    call->exec));
-    return is_summed && part->is_last ? experts_round(call, &grad, matrix->dtype, &to, m, n)
-                                      : HR_OK;
+    return is_summed && part->is_last ? experts_round(call, &grad, dtype, &to, m, n) : HR_OK;
+}
+
+/* The gradient of a matrix of a stack, which lies the other way round where stacks are transposed. */
+static hr_status add_matrix_grad(const experts_backward *b, const experts_part *part, void *stack,
+                                 const hr_matrix *like, size_t sum, const experts_matrix *matrix,
+                                 const void *outputs, const void *inputs)
+{
+    return b->call.config.transposed ? add_grad(b, part, stack, like->dtype, sum, inputs,
+                                                matrix->inputs, outputs, matrix->outputs, 1.0)
+                                     : add_grad(b, part, stack, like->dtype, sum, outputs,
+                                                matrix->outputs, inputs, matrix->inputs, 1.0);
+}
+
+/* Those of A and B, from t and u, and the rows that these were made of. */
+static hr_status add_adapter_grads(const experts_backward *b, const experts_part *part, void *da,
+                                   void *db, hr_dtype dtype, const experts_parts *parts,
+                                   const experts_matrix *matrix, const void *outputs,
+                                   const void *inputs)
+{
+    const void *const t = experts_place(&b->call, matrix->t);
+    const void *const u = experts_place(&b->call, matrix->u);
+    HR_RUN(add_grad(b, part, da, dtype, parts->a_sum, u, matrix->rank, inputs, matrix->inputs,
+                    matrix->scale));
+    return add_grad(b, part, db, dtype, parts->b_sum, outputs, matrix->outputs, t, matrix->rank,
+                    matrix->scale);
 }
 
 static hr_status add_gate_up_bias(const experts_backward *b, const experts_part *part,
@@ -112,19 +136,29 @@ static hr_status backward_tile(const experts_backward *b, const experts_part *pa
     unit.dy = dy;
     unit.down_bias = biases ? (const char *)biases + offset : NULL;
     HR_ON_DEVICE(call->exec, experts_activate, &unit);
-    if (b->grads.down)
-        HR_RUN(add_matrix_grad(b, part, b->grads.down, &call->params.down, at->down_sum, dy,
-                               s->hidden, unit.weighted, s->features));
-    if (b->grads.gate_up)
-        HR_RUN(add_matrix_grad(b, part, b->grads.gate_up, &call->params.gate_up, at->gate_up_sum,
-                               unit.grads, call->width, x, s->hidden));
+    HR_RUN(add_matrix_grad(b, part, b->grads.down, &call->params.down, at->of_down.sum, down, dy,
+                           unit.weighted));
+    HR_RUN(add_matrix_grad(b, part, b->grads.gate_up, &call->params.gate_up, at->of_gate_up.sum,
+                           gate_up, unit.grads, x));
     if (b->grads.gate_up_bias)
         HR_RUN(add_gate_up_bias(b, part, unit.grads));
-    if (!b->dx)
-        return HR_OK;
-    HR_RUN(experts_times(call, experts_place(call, at->out), HR_F32, unit.grads, gate_up, NULL,
-                         part->count, 1));
-    return experts_add(call, b->dx, &tile, NULL, NULL);
+    if (b->grads.down_b)
+        HR_RUN(experts_narrow(call, unit.weighted, down, part->count, 0));
+    HR_RUN(add_adapter_grads(b, part, b->grads.down_a, b->grads.down_b,
+                             call->params.down_adapter.dtype, &at->of_down, down, dy,
+                             unit.weighted));
+    if (b->dx) {
+        HR_RUN(experts_times(call, experts_place(call, at->out), HR_F32, unit.grads, gate_up, NULL,
+                             part->count, 1));
+        HR_RUN(experts_add(call, b->dx, &tile, NULL, NULL));
+    } else if (b->grads.gate_up_a) {
+        HR_RUN(experts_narrow(call, unit.grads, gate_up, part->count, 1));
+    }
+    if (b->grads.gate_up_b && call->saved.gate_up) /* else the first product has left t */
+        HR_RUN(experts_narrow(call, x, gate_up, part->count, 0));
+    return add_adapter_grads(b, part, b->grads.gate_up_a, b->grads.gate_up_b,
+                             call->params.gate_up_adapter.dtype, &at->of_gate_up, gate_up,
+                             unit.grads, x);
 }
 
 /* Gradients of 0 for an expert without rows. */
@@ -132,14 +166,20 @@ static hr_status write_zeros(const experts_backward *b, int64_t expert)
 {
     const experts_call *const call = &b->call;
     const hr_experts_sizes *const s = &call->sizes;
+    const hr_experts_params *const p = &call->params;
+    const hr_experts_adapter *const first = &p->gate_up_adapter, *const second = &p->down_adapter;
+    const size_t of_first = hr_dtype_size(first->dtype), of_second = hr_dtype_size(second->dtype);
     const struct {
         void *stack;
         int64_t numel;
         size_t element;
-    } all[] = {
-        {b->grads.gate_up, call->width * s->hidden, hr_dtype_size(call->params.gate_up.dtype)},
-        {b->grads.down, s->hidden * s->features, hr_dtype_size(call->params.down.dtype)},
-        {b->grads.gate_up_bias, call->width, call->element}};
+    } all[] = {{b->grads.gate_up, call->width * s->hidden, hr_dtype_size(p->gate_up.dtype)},
+               {b->grads.down, s->hidden * s->features, hr_dtype_size(p->down.dtype)},
+               {b->grads.gate_up_bias, call->width, call->element},
+               {b->grads.gate_up_a, first->rank * s->hidden, of_first},
+               {b->grads.gate_up_b, first->rank * call->width, of_first},
+               {b->grads.down_a, second->rank * s->features, of_second},
+               {b->grads.down_b, second->rank * s->hidden, of_second}};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         const size_t bytes = (size_t)all[i].numel * all[i].element;
         if (all[i].stack)
@@ -190,19 +230,29 @@ static hr_status check_grads(experts_backward *b, const hr_experts_grads *grads)
         b->grads = *grads;
     HR_TRY(hr_check_vector(function, "dx", b->dx, dtype));
     HR_TRY(hr_check_vector(function, "dweight", b->dweight, b->call.config.weight_dtype));
-    HR_TRY(hr_check_vector(function, "grads->gate_up", b->grads.gate_up,
-                           b->call.params.gate_up.dtype));
-    HR_TRY(hr_check_vector(function, "grads->down", b->grads.down, b->call.params.down.dtype));
-    HR_TRY(hr_check_vector(function, "grads->gate_up_bias", b->grads.gate_up_bias, dtype));
-    HR_TRY(hr_check_vector(function, "grads->down_bias", b->grads.down_bias, dtype));
-    b->wanted = (b->dx ? HR_EXPERTS_X : 0) | (b->dweight ? HR_EXPERTS_WEIGHT : 0) |
-                (b->grads.gate_up ? HR_EXPERTS_GATE_UP : 0) |
-                (b->grads.down ? HR_EXPERTS_DOWN : 0) |
-                (b->grads.gate_up_bias ? HR_EXPERTS_GATE_UP_BIAS : 0) |
-                (b->grads.down_bias ? HR_EXPERTS_DOWN_BIAS : 0);
+    const hr_experts_params *const p = &b->call.params;
+    const hr_experts_grads *const g = &b->grads;
+    const struct {
+        const char *name;
+        const void *grad;
+        hr_dtype dtype;
+        uint32_t bit;
+    } all[] = {{"grads->gate_up", g->gate_up, p->gate_up.dtype, HR_EXPERTS_GATE_UP},
+               {"grads->down", g->down, p->down.dtype, HR_EXPERTS_DOWN},
+               {"grads->gate_up_bias", g->gate_up_bias, dtype, HR_EXPERTS_GATE_UP_BIAS},
+               {"grads->down_bias", g->down_bias, dtype, HR_EXPERTS_DOWN_BIAS},
+               {"grads->gate_up_a", g->gate_up_a, p->gate_up_adapter.dtype, HR_EXPERTS_GATE_UP_A},
+               {"grads->gate_up_b", g->gate_up_b, p->gate_up_adapter.dtype, HR_EXPERTS_GATE_UP_B},
+               {"grads->down_a", g->down_a, p->down_adapter.dtype, HR_EXPERTS_DOWN_A},
+               {"grads->down_b", g->down_b, p->down_adapter.dtype, HR_EXPERTS_DOWN_B}};
+    b->wanted = (b->dx ? HR_EXPERTS_X : 0) | (b->dweight ? HR_EXPERTS_WEIGHT : 0);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        HR_TRY(hr_check_vector(function, all[i].name, all[i].grad, all[i].dtype));
+        b->wanted |= all[i].grad ? all[i].bit : 0;
+    }
     HR_REQUIRE(b->wanted, "%s: dx, dweight and all of grads are NULL, so there is nothing to do",
                function);
-    return HR_OK;
+    return experts_check_wanted(&b->call, b->wanted);
 }
 
 hr_status hr_experts_backward(void *dx, void *dweight, const hr_experts_grads *grads,

@@ -7,13 +7,19 @@
 #include "capi/check/layout.h"
 #include "kernels/nn/experts.h"
 
-#define EXPERTS_ANY                                                                    \
-    (HR_EXPERTS_X | HR_EXPERTS_WEIGHT | HR_EXPERTS_GATE_UP | HR_EXPERTS_GATE_UP_BIAS | \
-     HR_EXPERTS_DOWN | HR_EXPERTS_DOWN_BIAS)
+#define EXPERTS_ANY (2 * (uint32_t)HR_EXPERTS_DOWN_B - 1)
 /* The gradients that need gate and up, which all do but that of the bias of down. */
-#define EXPERTS_INNER (EXPERTS_ANY & ~HR_EXPERTS_DOWN_BIAS)
+#define EXPERTS_INNER (EXPERTS_ANY & ~(uint32_t)HR_EXPERTS_DOWN_BIAS)
 
-/* Parts of the workspace, as capi/check/layout.h has them. */
+/* Parts of the workspace, as capi/check/layout.h has them: of what one product takes. */
+typedef struct experts_parts {
+    size_t matrix;       /* of one expert, in dtype: rounded, or decoded */
+    size_t sum;          /* of its gradient over tiles, f32 */
+    size_t a, b;         /* of its adapter, in dtype: rounded */
+    size_t a_sum, b_sum; /* of their gradients, f32 */
+    size_t t, u;         /* [tile, rank]: inputs times A^T, gradients of outputs times B */
+} experts_parts;
+
 typedef struct experts_layout {
     /* of a tile: rows */
     size_t x, dy;         /* [tile, hidden]: gathered */
@@ -22,10 +28,8 @@ typedef struct experts_layout {
     size_t inner;         /* [tile, features]: h, or in backward w * h */
     size_t q;             /* [tile, features], f32 */
     size_t out;           /* [tile, hidden], f32: what is added to the sums */
-    /* of a matrix of one expert: rounded to the dtype of rows, and sums of its gradient over tiles */
-    size_t gate_up_matrix, down_matrix; /* in dtype */
-    size_t gate_up_sum, down_sum;       /* f32 */
-    size_t bias_sum;                    /* [width], f64 */
+    experts_parts of_gate_up, of_down;
+    size_t bias_sum; /* [width], f64 */
     /* of all tokens */
     size_t sums; /* [tokens, hidden], f32 */
     size_t product, product_bytes;
@@ -58,6 +62,7 @@ hr_status experts_begin(experts_call *call, const hr_experts_sizes *sizes,
 hr_status experts_check_call(experts_call *call, const hr_rows *x, const void *weight,
                              const int32_t *order, const int32_t *offsets_host,
                              const hr_experts_saved *saved);
+hr_status experts_check_wanted(const experts_call *call, uint32_t wanted);
 hr_status experts_check_workspace(experts_call *call, void *workspace, size_t bytes);
 
 /* Whether backward reads x, where gate and up are kept or not. */
@@ -67,10 +72,14 @@ hr_status experts_plan_backward(experts_call *call, uint32_t wanted, int keeps_g
 
 /* ---- experts.c: steps ------------------------------------------------------------------------ */
 
-/* A matrix of one expert, and how the rows of its inputs are multiplied with it. */
+/* A matrix of one expert with its adapter, and how the rows of its inputs are multiplied with it. */
 typedef struct experts_matrix {
     hr_rows rows;
     int64_t outputs, inputs;
+    hr_rows a, b;
+    int64_t rank; /* 0: there is no adapter */
+    double scale;
+    size_t t, u; /* parts */
 } experts_matrix;
 
 void *experts_place(const experts_call *call, size_t place);
@@ -81,12 +90,16 @@ void *experts_rows(const experts_call *call, const void *kept, size_t place, int
 experts_tile experts_tile_at(const experts_call *call, int64_t first, int64_t count);
 int64_t experts_tile_end(const experts_call *call, int64_t expert, int64_t first);
 
-/* The matrices of an expert in the dtype of rows, rounded to the workspace where they have another. */
+/* The matrices of an expert in the dtype of rows, rounded or decoded to the workspace where they have
+ * another. */
 hr_status experts_take(const experts_call *call, int64_t expert, experts_matrix *gate_up,
                        experts_matrix *down);
 hr_gemm_config experts_gemm_config(const experts_call *call);
 
-/* out = in W^T + bias, or in W if `back`; in out_dtype. */
+/* t = in A^T, or u = in B if `back`. */
+hr_status experts_narrow(const experts_call *call, const void *in, const experts_matrix *matrix,
+                         int64_t rows, int back);
+/* out = in W^T + scale t B^T + bias, or in W + scale u A if `back`; in out_dtype. It leaves t, or u. */
 hr_status experts_times(const experts_call *call, void *out, hr_dtype out_dtype, const void *in,
                         const experts_matrix *matrix, const void *bias, int64_t rows, int back);
 hr_status experts_gather(const experts_call *call, const experts_tile *tile, size_t to,

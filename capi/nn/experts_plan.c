@@ -86,26 +86,52 @@ static hr_status check_stack(const experts_call *call, const char *name, hr_matr
     const char *const function = call->function;
     const hr_matrix given = *own;
     HR_TRY(hr_check_matrix(function, own, &given, 0));
-    if (!HR_CHECK_PASSES(own->format == HR_DENSE))
-        return hr_fail(HR_UNSUPPORTED,
-                       "%s: params->%s has format %d, wanted HR_DENSE (0): stacks of few bits are "
-                       "not supported yet",
-                       function, name, (int)own->format);
+    const int is_dense = own->format == HR_DENSE;
     HR_REQUIRE(own->dtype == call->config.dtype || own->dtype == HR_F32,
                "%s: params->%s is %s, wanted %s or f32", function, name, hr_dtype_name(own->dtype),
                hr_dtype_name(call->config.dtype));
-    const int64_t rows = call->config.transposed ? inputs : outputs;
+    const int64_t rows =
+        (call->config.transposed ? inputs : outputs) * (is_dense ? 1 : call->sizes.experts);
     const int64_t cols = call->config.transposed ? outputs : inputs;
     HR_REQUIRE(own->rows == rows && own->cols == cols,
                "%s: params->%s is [%" PRId64 ", %" PRId64 "], wanted [%" PRId64 ", %" PRId64 "]",
                function, name, own->rows, own->cols, rows, cols);
     const int64_t least = (rows - 1) * own->stride + cols;
-    HR_REQUIRE(call->sizes.experts == 1 ||
+    HR_REQUIRE(call->sizes.experts == 1 || !is_dense ||
                    (pitch >= least && pitch <= 8 * (MOST / call->sizes.experts)),
                "%s: params->%s_pitch is %" PRId64 ", wanted %" PRId64
                " or more, and at most 2^59 elements in all",
                function, name, pitch, least);
     return HR_OK;
+}
+
+static hr_status check_adapter(const experts_call *call, const char *name,
+                               hr_experts_adapter *adapter, int64_t outputs, int64_t inputs)
+{
+    const char *const function = call->function;
+    const int64_t longer = outputs > inputs ? outputs : inputs;
+    const int64_t most = call->rows > call->sizes.experts ? call->rows : call->sizes.experts;
+    HR_REQUIRE(adapter->rank >= 0 && adapter->rank <= MOST / most / longer,
+               "%s: params->%s_adapter.rank is %" PRId64
+               ", wanted 0 or more, and at most 2^56 elements in all",
+               function, name, adapter->rank);
+    if (adapter->rank == 0)
+        *adapter = (hr_experts_adapter){.dtype = HR_F32};
+    HR_REQUIRE(isfinite((float)adapter->scale),
+               "%s: params->%s_adapter.scale is %g, wanted a finite binary32", function, name,
+               adapter->scale);
+    HR_REQUIRE(adapter->dtype == call->config.dtype || adapter->dtype == HR_F32,
+               "%s: params->%s_adapter is %s, wanted %s or f32", function, name,
+               hr_dtype_name(adapter->dtype), hr_dtype_name(call->config.dtype));
+    return HR_OK;
+}
+
+/* Where an adapter lies, which a query does without. */
+static hr_status check_factor(const experts_call *call, const char *name, const void *factor,
+                              const hr_experts_adapter *adapter)
+{
+    HR_REQUIRE(factor || adapter->rank == 0, "%s: %s is NULL", call->function, name);
+    return hr_check_vector(call->function, name, factor, adapter->dtype);
 }
 
 hr_status experts_begin(experts_call *call, const hr_experts_sizes *sizes,
@@ -130,6 +156,9 @@ hr_status experts_begin(experts_call *call, const hr_experts_sizes *sizes,
                        sizes->hidden));
     HR_TRY(check_stack(call, "down", &call->params.down, params->down_pitch, sizes->hidden,
                        sizes->features));
+    HR_TRY(
+        check_adapter(call, "gate_up", &call->params.gate_up_adapter, call->width, sizes->hidden));
+    HR_TRY(check_adapter(call, "down", &call->params.down_adapter, sizes->hidden, sizes->features));
     int captured = 0;
     HR_ON_DEVICE(exec, experts_capture, &captured);
     if (!HR_CHECK_PASSES(!captured))
@@ -162,6 +191,12 @@ hr_status experts_check_call(experts_call *call, const hr_rows *x, const void *w
                    function, e + 1, offsets_host[e + 1], offsets_host[e], call->rows);
     HR_TRY(hr_check_vector(function, "params->gate_up_bias", call->params.gate_up_bias, dtype));
     HR_TRY(hr_check_vector(function, "params->down_bias", call->params.down_bias, dtype));
+    const hr_experts_adapter *const first = &call->params.gate_up_adapter;
+    const hr_experts_adapter *const second = &call->params.down_adapter;
+    HR_TRY(check_factor(call, "params->gate_up_adapter.a", first->a, first));
+    HR_TRY(check_factor(call, "params->gate_up_adapter.b", first->b, first));
+    HR_TRY(check_factor(call, "params->down_adapter.a", second->a, second));
+    HR_TRY(check_factor(call, "params->down_adapter.b", second->b, second));
     if (saved)
         call->saved = *saved;
     HR_TRY(hr_check_vector(function, "saved->gate_up", call->saved.gate_up, dtype));
@@ -170,6 +205,29 @@ hr_status experts_check_call(experts_call *call, const hr_rows *x, const void *w
     call->weight = weight;
     call->order = order;
     call->offsets = offsets_host;
+    return HR_OK;
+}
+
+hr_status experts_check_wanted(const experts_call *call, uint32_t wanted)
+{
+    const hr_experts_params *const p = &call->params;
+    const struct {
+        const char *name;
+        uint32_t own, adapters;
+        hr_format format;
+        int64_t rank;
+    } all[] = {{"gate_up", HR_EXPERTS_GATE_UP, HR_EXPERTS_GATE_UP_A | HR_EXPERTS_GATE_UP_B,
+                p->gate_up.format, p->gate_up_adapter.rank},
+               {"down", HR_EXPERTS_DOWN, HR_EXPERTS_DOWN_A | HR_EXPERTS_DOWN_B, p->down.format,
+                p->down_adapter.rank}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        HR_REQUIRE(!(wanted & all[i].own) || all[i].format == HR_DENSE,
+                   "%s: a gradient of %s is wanted, but stacks of few bits have none",
+                   call->function, all[i].name);
+        HR_REQUIRE(!(wanted & all[i].adapters) || all[i].rank > 0,
+                   "%s: a gradient of the adapter of %s is wanted, but its rank is 0",
+                   call->function, all[i].name);
+    }
     return HR_OK;
 }
 
@@ -188,7 +246,39 @@ hr_status experts_check_workspace(experts_call *call, void *workspace, size_t by
 
 int experts_reads_x(uint32_t wanted, int keeps_gate_up)
 {
-    return (wanted & HR_EXPERTS_GATE_UP) || ((wanted & EXPERTS_INNER) && !keeps_gate_up);
+    return (wanted & (HR_EXPERTS_GATE_UP | HR_EXPERTS_GATE_UP_A | HR_EXPERTS_GATE_UP_B)) ||
+           ((wanted & EXPERTS_INNER) && !keeps_gate_up);
+}
+
+/* The sums of gradients that are not binary32, where an expert may have several tiles. */
+static void take_sums(experts_call *call, experts_parts *parts, uint32_t wanted, uint32_t own,
+                      uint32_t a, uint32_t b, const hr_matrix *stack,
+                      const hr_experts_adapter *adapter, int64_t outputs, int64_t inputs)
+{
+    size_t *const bytes = &call->layout.bytes;
+    const uint32_t summed = call->rows > call->tile ? wanted : 0;
+    const int is_wide = adapter->dtype == HR_F32;
+    parts->sum = hr_take_part(bytes, (summed & own) && stack->dtype != HR_F32, outputs, inputs,
+                              sizeof(float));
+    parts->a_sum =
+        hr_take_part(bytes, (summed & a) && !is_wide, adapter->rank, inputs, sizeof(float));
+    parts->b_sum =
+        hr_take_part(bytes, (summed & b) && !is_wide, outputs, adapter->rank, sizeof(float));
+}
+
+/* Matrices that are rounded or decoded, and what adapters make on the way. */
+static void take_matrices(experts_call *call, experts_parts *parts, const hr_matrix *stack,
+                          const hr_experts_adapter *adapter, int64_t outputs, int64_t inputs)
+{
+    size_t *const bytes = &call->layout.bytes;
+    const hr_dtype dtype = call->config.dtype;
+    const int adapts = adapter->rank > 0, rounds = adapts && adapter->dtype != dtype;
+    parts->matrix = hr_take_part(bytes, stack->dtype != dtype || stack->format != HR_DENSE, outputs,
+                                 inputs, call->element);
+    parts->a = hr_take_part(bytes, rounds, adapter->rank, inputs, call->element);
+    parts->b = hr_take_part(bytes, rounds, outputs, adapter->rank, call->element);
+    parts->t = hr_take_part(bytes, adapts, call->tile, adapter->rank, call->element);
+    parts->u = hr_take_part(bytes, adapts, call->tile, adapter->rank, call->element);
 }
 
 /* What both passes have: matrices in another dtype, sums of tokens, and scratch memory of products. */
@@ -196,14 +286,13 @@ static hr_status finish(experts_call *call, int sums)
 {
     experts_layout *const layout = &call->layout;
     const hr_experts_sizes *const s = &call->sizes;
-    const hr_dtype dtype = call->config.dtype;
-    layout->gate_up_matrix = hr_take_part(&layout->bytes, call->params.gate_up.dtype != dtype,
-                                          call->width, s->hidden, call->element);
-    layout->down_matrix = hr_take_part(&layout->bytes, call->params.down.dtype != dtype, s->hidden,
-                                       s->features, call->element);
+    const hr_experts_params *const p = &call->params;
+    take_matrices(call, &layout->of_gate_up, &p->gate_up, &p->gate_up_adapter, call->width,
+                  s->hidden);
+    take_matrices(call, &layout->of_down, &p->down, &p->down_adapter, s->hidden, s->features);
     layout->out = hr_take_part(&layout->bytes, sums, call->tile, s->hidden, sizeof(float));
-    layout->sums =
-        hr_take_part(&layout->bytes, sums && dtype != HR_F32, s->tokens, s->hidden, sizeof(float));
+    layout->sums = hr_take_part(&layout->bytes, sums && call->config.dtype != HR_F32, s->tokens,
+                                s->hidden, sizeof(float));
     const hr_gemm_config config = experts_gemm_config(call);
     const hr_status status = hr_gemm_workspace(&layout->product_bytes, call->tile, call->width,
                                                s->hidden, &config, call->exec);
@@ -219,8 +308,6 @@ static const experts_layout nothing = {.x = HR_NO_PART,
                                        .gate_up_grads = HR_NO_PART,
                                        .inner = HR_NO_PART,
                                        .q = HR_NO_PART,
-                                       .gate_up_sum = HR_NO_PART,
-                                       .down_sum = HR_NO_PART,
                                        .bias_sum = HR_NO_PART};
 
 hr_status experts_plan_forward(experts_call *call, int keeps_gate_up, int keeps_activated)
@@ -239,6 +326,7 @@ hr_status experts_plan_forward(experts_call *call, int keeps_gate_up, int keeps_
 hr_status experts_plan_backward(experts_call *call, uint32_t wanted, int keeps_gate_up)
 {
     const hr_experts_sizes *const s = &call->sizes;
+    const hr_experts_params *const p = &call->params;
     experts_layout *const layout = &call->layout;
     *layout = nothing;
     const int inner = (wanted & EXPERTS_INNER) != 0, several = call->rows > call->tile;
@@ -249,15 +337,13 @@ hr_status experts_plan_backward(experts_call *call, uint32_t wanted, int keeps_g
         hr_take_part(&layout->bytes, inner, call->tile, call->width, call->element);
     layout->gate_up = keeps_gate_up ? HR_NO_PART : layout->gate_up_grads;
     layout->q = hr_take_part(&layout->bytes, inner, call->tile, s->features, sizeof(float));
-    layout->inner = hr_take_part(&layout->bytes, wanted & HR_EXPERTS_DOWN, call->tile, s->features,
+    const uint32_t weighted = HR_EXPERTS_DOWN | HR_EXPERTS_DOWN_A | HR_EXPERTS_DOWN_B;
+    layout->inner = hr_take_part(&layout->bytes, (wanted & weighted) != 0, call->tile, s->features,
                                  call->element);
-    layout->gate_up_sum = hr_take_part(&layout->bytes,
-                                       several && (wanted & HR_EXPERTS_GATE_UP) &&
-                                           call->params.gate_up.dtype != HR_F32,
-                                       call->width, s->hidden, sizeof(float));
-    layout->down_sum = hr_take_part(
-        &layout->bytes, several && (wanted & HR_EXPERTS_DOWN) && call->params.down.dtype != HR_F32,
-        s->hidden, s->features, sizeof(float));
+    take_sums(call, &layout->of_gate_up, wanted, HR_EXPERTS_GATE_UP, HR_EXPERTS_GATE_UP_A,
+              HR_EXPERTS_GATE_UP_B, &p->gate_up, &p->gate_up_adapter, call->width, s->hidden);
+    take_sums(call, &layout->of_down, wanted, HR_EXPERTS_DOWN, HR_EXPERTS_DOWN_A, HR_EXPERTS_DOWN_B,
+              &p->down, &p->down_adapter, s->hidden, s->features);
     layout->bias_sum = hr_take_part(&layout->bytes, several && (wanted & HR_EXPERTS_GATE_UP_BIAS),
                                     1, call->width, sizeof(double));
     return finish(call, wanted & HR_EXPERTS_X);

@@ -22,8 +22,8 @@ from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
 from ..patching.bitsandbytes import Held, is_bitsandbytes
-from ..quantizing.choice import joined, weight_of
-from ..quantizing.quantize import check_finite, take
+from ..quantizing.choice import Holder, joined, weight_of
+from ..quantizing.quantize import check_finite
 from ..quantizing.transformers_config import describe
 from ..state.file.safetensors import Entry, entries_in, read
 from .tying import inner
@@ -281,7 +281,7 @@ def _merged(
     linear = _with_weight(layer, held, again)
     if again:
         q = quantized_weight(total, base.format, block_size=base.block_size, double=base.nested)
-        linear = take(linear, dataclasses.replace(q, dtype=base.weight_dtype))
+        linear = Holder(linear).take(dataclasses.replace(q, dtype=base.weight_dtype))
         total = linear.dequantize(torch.float32)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for panel in panels:

@@ -40,6 +40,7 @@ def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) 
     """
     check_tensors(x=x)
     check_matrix("q", q)
+    require(len(q.shape) == 2, f"q is a stack {[*q.shape]}, wanted a matrix [rows, cols]")
     rows, cols = q.shape
     require(
         x.dim() > 0 and x.shape[-1] == cols,

@@ -20,9 +20,7 @@ from .._core.registration import (
 )
 from .._core.rows import autocast_dtype, cast, check_tensors
 from .gemm import matmul_precision
-from .quantize_matrix import QuantizedMatrix, layout_of, require_fit
-
-_DENSE = 0  # of hr_format
+from .quantize_matrix import DENSE, QuantizedMatrix, parts_of, require_fit
 
 
 def lora_linear(
@@ -154,18 +152,6 @@ def check_dropout(p: float) -> None:
         raise ValueError(f"dropout is {p}, wanted a number from 0 to below 1")
 
 
-def parts_of(
-    weight: Tensor | QuantizedMatrix,
-) -> tuple[Tensor, Tensor | None, tuple[int, ...], tuple[int, int, bool]]:
-    """Returns the codes, or the dense weight; the scales; the shape of the matrix; and how codes
-    lie."""
-    if isinstance(weight, QuantizedMatrix):
-        return weight.codes, weight.scales, weight.shape, layout_of(weight)
-    check_tensors(weight=weight)
-    require(weight.dim() == 2, f"weight is {[*weight.shape]}, wanted [out, in]")
-    return weight, None, tuple(weight.shape), (_DENSE, 0, False)
-
-
 def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """Returns the seed of a call as a tensor: one that is drawn, for None."""
     if seed is None:
@@ -183,7 +169,7 @@ _NUMBERS = ("format", "block_size", "nested", "scale", "dropout", "precision")
 
 def _check(name, given, rows, cols, weight, scales, a, b, seed, format, block_size, nested) -> None:
     require(given.dtype in FLOATS, f"{name} has dtype {given.dtype}, wanted one of {FLOATS}")
-    if format == _DENSE:
+    if format == DENSE:
         require(weight.shape == (rows, cols), f"weight is {[*weight.shape]}, wanted {[rows, cols]}")
         require(
             weight.dtype == given.dtype,

@@ -15,6 +15,7 @@ from ..fitting import Fitted
 from ..fitting.api import fit_step
 from ..fitting.choice import Choice
 from ..fitting.ranks import RankError, together
+from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear
 from ..step.description import Step
 from ..step.errors import PlanError
@@ -145,7 +146,8 @@ def optimizer_of_choice(kept: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def weights_of_choice(kept: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns the format that frozen weights may have in a run that resumes one with a choice: the
     same, unless the model has such weights already."""
-    has_few_bits = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    kinds = QuantizedLinear, QuantizedExperts
+    has_few_bits = any(isinstance(module, kinds) for module in model.modules())
     return {"frozen": ("given" if has_few_bits else Choice.from_json(kept).frozen,)}
 
 

@@ -6,6 +6,7 @@ from . import functional
 from .attention import Attention, Rotation
 from .block import LAYOUTS, Block
 from .config import TransformerConfig
+from .experts import QuantizedExperts
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear
 from .lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear
@@ -35,6 +36,7 @@ __all__ = [
     "LoRALinear",
     "MLP",
     "Pattern",
+    "QuantizedExperts",
     "RMSNorm",
     "Rotation",
     "TrainedCopy",

@@ -6,13 +6,16 @@ Beside ``weight``, the codes, there are
   ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
   ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``), the bytes of a JSON text;
 - of 8 bits: ``SCB``, the largest magnitude of each row, and ``weight_format``, which is 0.
+
+Stacks of experts in MXFP4, which bitsandbytes does not know, are stored as files of gpt-oss have
+them: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``, without ``gate_up_proj``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +26,14 @@ from .._core.registration import FLOATS
 from .._core.surroundings import is_plain
 from .._core.text import quoted
 from ..functional.dynamic_map import dynamic_map
-from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix
+from ..functional.quantize_matrix import BLOCK_SIZES, MXFP4, QuantizedMatrix
 
 NESTED_BLOCK = 256  # scales that share a scale
 STATE = "weight.quant_state.bitsandbytes__"
 KEYS_4BIT = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 KEYS_8BIT = ("SCB", "weight_format")
 ROW_FORMAT = 0  # of weight_format: codes lie in the order of the rows
+BLOCKS = "blocks"
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 # Codes 0 to 15: quantiles of the normal distribution (Dettmers et al., arXiv:2305.14314), and
@@ -49,7 +53,47 @@ def is_bitsandbytes_key(key: str) -> bool:
     return key in KEYS_4BIT or key in KEYS_8BIT or key.startswith(STATE)
 
 
-def block_count(shape: tuple[int, int], block_size: int) -> int:
+def canonical_key(name: str, key: str) -> str | None:
+    """Returns the key that a layer has for what belongs to a stack, by the name of the stack and a
+    key of its module: ``gate_up_proj.absmax`` is ``weight.absmax``, and ``gate_up_proj.SCB`` is
+    ``SCB``; None for what belongs to something else."""
+    if key == name:
+        return "weight"
+    for what in ("scales", BLOCKS):
+        if key == f"{name}_{what}":
+            return what
+    if not key.startswith(f"{name}."):
+        return None
+    rest = key[len(name) + 1 :]
+    return rest if rest in KEYS_8BIT else f"weight.{rest}"
+
+
+def weight_behind(key: str, own: Collection[str]) -> str | None:
+    """Returns the name of the weight or stack in few bits that a key belongs to; None for codes of
+    bitsandbytes, which have the name itself, and for any other key.
+
+    Args:
+        own: all keys of its module.
+    """
+    stem, _, last = key.rpartition("_")
+    if last in ("scales", BLOCKS) and f"{stem}_{BLOCKS}" in own:
+        return stem
+    name = "weight" if is_bitsandbytes_key(key) else key.partition(".")[0]
+    found = key if name == "weight" else canonical_key(name, key)
+    return name if found is not None and is_bitsandbytes_key(found) else None
+
+
+def scales_name(name: str) -> str:
+    """Returns the name of the parameter that holds the scales of a weight or of a stack."""
+    return "scales" if name == "weight" else f"{name}_scales"
+
+
+def stack_key(name: str, key: str) -> str:
+    """Returns the key of a stack for one of a layer, the other way round."""
+    return f"{name}.{key}" if key in KEYS_8BIT else f"{name}{key.removeprefix('weight')}"
+
+
+def block_count(shape: tuple[int, ...], block_size: int) -> int:
     """Returns how many blocks a matrix has, which cross its rows."""
     return -(-math.prod(shape) // block_size)
 
@@ -61,11 +105,19 @@ def floats_of(q: QuantizedMatrix) -> Tensor:
     return q.scales[codes + -codes % 4 :].clone().view(torch.float32)
 
 
+def has_values(q: QuantizedMatrix) -> bool:
+    """Returns whether the scales of a matrix can be read, as a whole: not those of shards, nor of
+    tensors without values."""
+    return is_plain(q.scales) and not (q.scales.is_meta or isinstance(q.scales, FakeTensor))
+
+
 def is_finite(q: QuantizedMatrix) -> bool:
-    """Returns whether all scales of a matrix are finite; True for shards, and tensors without
-    values. Reads a number from the device."""
-    if not is_plain(q.scales) or q.scales.is_meta or isinstance(q.scales, FakeTensor):
+    """Returns whether all scales of a matrix are finite; True if they cannot be read. Reads a
+    number from the device."""
+    if not has_values(q):
         return True
+    if q.format == MXFP4:
+        return bool((q.scales != 255).all())
     return bool(floats_of(q).isfinite().all())
 
 
@@ -107,14 +159,14 @@ def entries_of(q: QuantizedMatrix) -> dict[str, Tensor]:
 
 
 def matrix_of(
-    entries: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype
+    entries: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> QuantizedMatrix:
     """Returns the matrix of a layer from ``weight`` and what bitsandbytes stores beside it, whose
     sizes are all compared before anything is read. The codes may lie in memory of the entries.
 
     Args:
         entries: by the key after the name of the module.
-        shape: of the layer's weight: ``[out, in]``.
+        shape: of the layer's weight, ``[out, in]``, or of a stack of matrices.
         dtype: of the matrix, where the entries do not tell it.
 
     Raises:
@@ -131,19 +183,20 @@ def matrix_of(
 
 
 def _matrix_of_8bit(
-    entries: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype
+    entries: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> QuantizedMatrix:
     codes, scb, layout = entries["weight"], entries["SCB"], entries.get("weight_format", "row")
     if isinstance(layout, Tensor):
         layout = layout.item() if layout.numel() == 1 else tuple(layout.shape)
     if layout not in (ROW_FORMAT, "row"):
         raise ValueError(f"'weight_format' is {quoted(layout)}, wanted 0, which stands for rows")
-    _check("weight", codes, torch.int8, shape)
-    _check("SCB", scb, torch.float32, (shape[0],))
+    rows = math.prod(shape[:-1])
+    _check("weight", codes, torch.int8, (rows, shape[-1]))
+    _check("SCB", scb, torch.float32, (rows,))
     return QuantizedMatrix(codes.contiguous(), _raw(scb), shape, dtype, "int8", 64, False)
 
 
-def _matrix_of_4bit(entries: Mapping[str, Any], shape: tuple[int, int]) -> QuantizedMatrix:
+def _matrix_of_4bit(entries: Mapping[str, Any], shape: tuple[int, ...]) -> QuantizedMatrix:
     kind, state = _state_of(entries)
     own = state.get("shape")
     if own is not None and own != list(shape):

@@ -1,18 +1,35 @@
-"""The experts of a mixture as a module of transformers holds them, computed by one op."""
+"""The experts of a mixture as a module of transformers holds them, computed by one op; and such a
+module whose matrices are frozen, in 4 or 8 bits."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import Self
 
 from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype
 from .._core.surroundings import is_plain, takes_ops
 from ..functional.experts import experts
+from ..functional.quantize_matrix import MXFP4, QuantizedMatrix, dequantize_matrix
+from .bitsandbytes import (
+    BLOCKS,
+    KEYS_8BIT,
+    TABLES,
+    canonical_key,
+    entries_of,
+    has_values,
+    is_bitsandbytes_key,
+    scales_name,
+    stack_key,
+)
 from .fused import is_untouched
+from .quantized import keys_behind, matrix_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +60,27 @@ class ExpertsRule:
 def experts_forward(module: Any, rule: ExpertsRule, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the forward of a module of experts."""
     given = dict(zip(rule.names, args)) | kwargs
-    if len(args) > 3 or given.keys() != {*rule.names} or not _takes(module, rule, given):
+    is_call = len(args) <= 3 and given.keys() == {*rule.names}
+    if isinstance(module, QuantizedExperts):
+        if not is_call:
+            raise TypeError(f"experts take {', '.join(rule.names)}, each once")
+        x = given[rule.names[0]]
+        matrices, dtype = module.stacks(), x.dtype
+    elif is_call and _takes(module, rule, given):
+        matrices = [getattr(module, name) for name in rule.stacks]
+        x, dtype = given[rule.names[0]], matrices[0].dtype
+    else:
         return type(module).forward(module, *args, **kwargs)
-    x, index, weight = (given[name] for name in rule.names)
-    gate_up, down, *biases = (getattr(module, name) for name in rule.parameters)
-    given = dict(zip(("gate_up_bias", "down_bias"), biases)) | rule.options
+    biases = [getattr(module, name) for name in rule.parameters[2:]]
+    _, index, weight = (given[name] for name in rule.names)
     rows = x
     if autocast_dtype(x.device.type) is None:
         # As transformers does: in the dtype of the stacks, and the result in that of the rows.
-        rows = x.to(gate_up.dtype)
+        # Those of few bits have none, and are computed in the dtype of the rows, as Linears are.
+        rows, biases = x.to(dtype), [bias.to(dtype) for bias in biases]
         weight = weight if weight.dtype == rows.dtype else weight.float()
-    return experts(rows, index, weight, gate_up, down, **given).to(x.dtype)
+    named = dict(zip(("gate_up_bias", "down_bias"), biases)) | rule.options
+    return experts(rows, index, weight, *matrices, **named).to(x.dtype)
 
 
 def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
@@ -71,3 +98,175 @@ def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
         and {p.dtype for p in plain} <= {plain[0].dtype}.intersection(FLOATS)
         and {p.device for p in plain} == {x.device}
     )
+
+
+class QuantizedExperts(nn.Module):
+    """The experts of a mixture whose matrices are in few bits, which are read and never trained.
+    :func:`headroom.quantize` and :func:`headroom.load_quantized` make them.
+
+    The parameter of each stack of matrices holds its codes, and another, whose name has
+    ``_scales`` behind it, the bytes of their scales: two plain Parameters of integers, as of
+    :class:`headroom.nn.Linear4bit`. Experts are decoded one at a time, to the dtype of the rows or
+    of autocast, in which they compute; rows, weights and biases have gradients.
+
+    The ``state_dict`` has the keys and bytes of ``bitsandbytes.nn.parametrize``, such as
+    ``gate_up_proj`` and ``gate_up_proj.absmax``, and takes these, and stacks of 16 or 32 bits; in
+    MXFP4 it has those of gpt-oss, ``gate_up_proj_blocks`` and ``gate_up_proj_scales``.
+
+    Attributes:
+        rule: what the module computes.
+    """
+
+    rule: ExpertsRule
+    _was: type[nn.Module]
+    _forms: dict[str, dict[str, Any]]  # of each stack: its QuantizedMatrix without the tensors
+
+    @classmethod
+    def take(
+        cls, module: nn.Module, rule: ExpertsRule, stacks: Sequence[QuantizedMatrix]
+    ) -> QuantizedExperts:
+        """Turns a module of experts into this class, in place: its hooks, biases, and those who
+        hold it, stay.
+
+        Args:
+            rule: of the module; rows of stacks in MXFP4 are outputs, whatever it says.
+            stacks: the matrices.
+        """
+        layer: Any = module
+        if stacks[0].format == MXFP4:
+            rule = dataclasses.replace(rule, options=rule.options | {"transposed": False})
+        layer._was, layer.__class__ = type(module), cls
+        layer.rule, layer._forms = rule, {}
+        for name, q in zip(rule.stacks, stacks):
+            layer._hold(name, q)
+        return layer
+
+    def release(self, dtype: torch.dtype | None = None) -> None:
+        """Turns this module into one of the class that it was, in place, with stacks that require
+        gradients."""
+        layer: Any = self
+        is_turned = layer.is_transposed != self.rule.options["transposed"]
+        for name, q in zip(self.rule.stacks, self.stacks()):
+            stack = dequantize_matrix(q, dtype)
+            setattr(layer, name, nn.Parameter(stack.mT.contiguous() if is_turned else stack))
+            delattr(layer, scales_name(name))
+        layer.__class__ = self._was
+        del layer._was, layer.rule, layer._forms
+
+    def _hold(self, name: str, q: QuantizedMatrix) -> None:
+        setattr(self, name, nn.Parameter(q.codes, requires_grad=False))
+        setattr(self, scales_name(name), nn.Parameter(q.scales, requires_grad=False))
+        self._describe(name, q)
+
+    def _describe(self, name: str, q: QuantizedMatrix) -> None:
+        form = {field.name: getattr(q, field.name) for field in dataclasses.fields(q)}
+        del form["codes"], form["scales"]
+        self._forms[name] = form
+
+    def stacks(self) -> list[QuantizedMatrix]:
+        """Returns the matrices in front of the activation and behind it, whose tensors are those of
+        this module."""
+        return [
+            QuantizedMatrix(getattr(self, name), getattr(self, scales_name(name)), **form)
+            for name, form in self._forms.items()
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return experts_forward(self, self.rule, *args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freezes biases too, and returns the module; the stacks cannot be trained.
+
+        Raises:
+            RuntimeError: ``requires_grad`` is True.
+        """
+        if requires_grad:
+            raise RuntimeError(
+                f"{type(self).__name__}: stacks in few bits cannot be trained; train the biases or "
+                "the rest of the model, or these after headroom.dequantize(model)"
+            )
+        return super().requires_grad_(False)
+
+    def extra_repr(self) -> str:
+        forms = (f"{k}={[*form['shape']]} in {form['format']}" for k, form in self._forms.items())
+        return ", ".join(forms)
+
+    # ---- state_dict --------------------------------------------------------------------------
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Writes what bitsandbytes writes; shards, and tensors without values, as they are."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, q in zip(self.rule.stacks, self.stacks()):
+            if q.format == MXFP4:
+                destination[f"{prefix}{name}_{BLOCKS}"] = destination.pop(prefix + name)
+            elif has_values(q):
+                del destination[prefix + scales_name(name)]
+                for key, value in entries_of(q).items():
+                    destination[prefix + stack_key(name, key)] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes what bitsandbytes or this module wrote, and stacks of 16 or 32 bits, which are
+        quantized. A file may have another format of as many bits, or other blocks."""
+        mine = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        for name, like in zip(self.rule.stacks, self.stacks()):
+            own = {key: canonical_key(name, key) for key in mine}
+            formats = [*TABLES] if like.format in TABLES else [like.format]
+            entries = {key: mine[k] for k, key in own.items() if key is not None}
+            try:
+                q = matrix_in(entries, like, formats, f"the stack in {like.format}")
+            except (ValueError, RuntimeError) as error:
+                reason = str(error).replace("'weight", f"'{name}")
+                error_msgs.append(f"'{prefix}{name}' cannot be loaded: {reason}")
+                return
+            if q is not None:
+                self._make_room(name, q, local_metadata.get("assign_to_params_buffers", False))
+                gone = {
+                    k
+                    for k, key in own.items()
+                    if key and (key == BLOCKS or is_bitsandbytes_key(key))
+                }
+                mine = {k: v for k, v in mine.items() if k not in gone}
+                mine |= {name: q.codes, scales_name(name): q.scales}
+        given = {prefix + key: value for key, value in mine.items()}
+        rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(given, prefix, *rest)
+
+    def _make_room(self, name: str, q: QuantizedMatrix, assign: bool) -> None:
+        """Gives scales the size of those of ``q``, which may have other blocks."""
+        scales = getattr(self, scales_name(name))
+        if scales.shape != q.scales.shape:
+            if not is_plain(scales):
+                raise ValueError("its blocks are others than those of the stack, which is sharded")
+            room = torch.empty_like(q.scales, device=q.scales.device if assign else scales.device)
+            setattr(self, scales_name(name), nn.Parameter(room, requires_grad=False))
+        self._describe(name, q)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint, which follows the dots of a key from attribute to
+        attribute, where the keys of bitsandbytes lead to."""
+        return dict.fromkeys(self.rule.stacks, "_keys")
+
+    @property
+    def _keys(self) -> Any:
+        behind = keys_behind()
+        for key in KEYS_8BIT:
+            setattr(behind, key, None)
+        return SimpleNamespace(**dict.fromkeys(self.rule.stacks, behind))
+
+
+def expert_count(module: Any, rule: ExpertsRule) -> int:
+    """Returns how many experts a module has."""
+    if isinstance(module, QuantizedExperts):
+        return module.stacks()[0].shape[0]
+    return getattr(module, rule.stacks[0]).shape[0]

@@ -20,7 +20,7 @@ from .._core.rows import autocast_dtype, cast, check_tensors
 from ..functional.gemm import matmul_precision
 from ..functional.linear import linear
 from ..functional.linear_quantized import linear_quantized
-from ..functional.lora import check_dropout, lora_linear, parts_of, seed_of
+from ..functional.lora import check_dropout, lora_linear, seed_of
 from ..functional.mlp import (
     DOWN,
     DOWN_BIAS,
@@ -33,7 +33,7 @@ from ..functional.mlp import (
     kept_for,
 )
 from ..functional.norm import CASTINGS, layer_norm, rms_norm
-from ..functional.quantize_matrix import QuantizedMatrix
+from ..functional.quantize_matrix import QuantizedMatrix, parts_of
 
 
 @dataclass(frozen=True)

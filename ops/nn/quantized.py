@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import Self
 
 from .._core.checks import check_choice
-from .._core.surroundings import is_plain
 from ..functional.linear_quantized import quantized_linear_forward
-from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
+from ..functional.quantize_matrix import (
+    MXFP4,
+    QuantizedMatrix,
+    dequantize_matrix,
+    mxfp4_matrix,
+    quantize_matrix,
+)
 from .bitsandbytes import (
+    BLOCKS,
     KEYS_4BIT,
     KEYS_8BIT,
     TABLES,
     entries_of,
+    has_values,
     is_bitsandbytes_key,
     is_finite,
     matrix_of,
@@ -134,7 +140,7 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         """Writes what bitsandbytes writes; shards, and tensors without values, as they are."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not is_plain(self.scales) or self.scales.is_meta or isinstance(self.scales, FakeTensor):
+        if not has_values(self.matrix):
             return
         del destination[f"{prefix}scales"]
         for key, value in entries_of(self.matrix).items():
@@ -154,45 +160,18 @@ class QuantizedLinear(nn.Linear):
         quantized. A file may have another format of as many bits, or other blocks."""
         mine = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         try:
-            q = self._found_in(mine)
+            q = matrix_in(mine, self.matrix, self.formats, f"the layer is a {type(self).__name__}")
             if q is not None:
                 self._make_room(q, assign=local_metadata.get("assign_to_params_buffers", False))
                 mine = {k: v for k, v in mine.items() if not is_bitsandbytes_key(k)}
-                mine |= {"weight": _as(self.weight, q.codes), "scales": _as(self.scales, q.scales)}
+                mine |= {"weight": sharded_as(self.weight, q.codes)}
+                mine["scales"] = sharded_as(self.scales, q.scales)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"'{prefix}weight' cannot be loaded: {error}")
             return
         given = {prefix + key: value for key, value in mine.items()}
         rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(given, prefix, *rest)
-
-    def _found_in(self, entries: Mapping[str, Any]) -> QuantizedMatrix | None:
-        """Returns the matrix in entries of a state_dict; None where this module wrote its own
-        parameters, or where there is none.
-
-        Raises:
-            ValueError: the entries do not fit each other or the module, or a scale is not finite.
-        """
-        weight, shape = entries.get("weight"), (self.out_features, self.in_features)
-        quantized = {k: v for k, v in entries.items() if k == "weight" or is_bitsandbytes_key(k)}
-        if len(quantized) == (weight is not None):  # no key that only bitsandbytes has
-            if not isinstance(weight, Tensor):
-                return None
-            if weight.is_floating_point():
-                if tuple(weight.shape) != shape:
-                    raise ValueError(f"it is {[*weight.shape]}, and the layer {[*shape]}")
-                options: Any = {"block_size": self.block_size, "double": self.nested}
-                return quantized_weight(weight.detach(), self.format, **options)
-            if "scales" in entries:
-                _check_dtypes(entries, {"weight": self.weight.dtype, "scales": torch.uint8})
-                return None
-        q = matrix_of(quantized, shape, self.weight_dtype)
-        if q.format not in self.formats:
-            raise ValueError(f"it is in {q.format}, and the layer is a {type(self).__name__}")
-        if not is_finite(q):
-            where = "'SCB'" if q.format == "int8" else "'weight.absmax' and what belongs to it"
-            raise ValueError(f"{where} must have finite numbers alone")
-        return q
 
     def _make_room(self, q: QuantizedMatrix, assign: bool) -> None:
         """Gives ``scales`` the size of those of ``q``, which may have other blocks."""
@@ -211,10 +190,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def _keys(self) -> Any:
-        names = (key.removeprefix("weight.") for key in KEYS_4BIT)
-        states = SimpleNamespace(**{f"bitsandbytes__{kind}": None for kind in TABLES})
-        weight = SimpleNamespace(**dict.fromkeys(names), quant_state=states)
-        return SimpleNamespace(weight=weight, **dict.fromkeys(KEYS_8BIT))
+        return SimpleNamespace(weight=keys_behind(), **dict.fromkeys(KEYS_8BIT))
 
 
 class Linear4bit(QuantizedLinear):
@@ -298,7 +274,62 @@ def quantized_weight(
     return q
 
 
-def _as(param: Tensor, value: Tensor) -> Tensor:
+def matrix_in(
+    entries: Mapping[str, Any], like: QuantizedMatrix, formats: Collection[str], holder: str
+) -> QuantizedMatrix | None:
+    """Returns the matrix in entries of a state_dict, as :mod:`headroom.nn.bitsandbytes` names them;
+    None where ``weight`` and ``scales`` are those of a module itself, or where there is none.
+
+    Args:
+        like: the matrix in whose place it comes.
+        formats: that it may have.
+        holder: what is in the way of another format, for the error.
+
+    Raises:
+        ValueError: the entries do not fit each other or the module, or a scale is not finite.
+    """
+    if BLOCKS in entries:
+        if "scales" not in entries:
+            raise ValueError("its scales are missing")
+        q = mxfp4_matrix(entries[BLOCKS], entries["scales"], like.dtype)
+        if q.shape != like.shape:
+            raise ValueError(f"it is {[*q.shape]}, and the layer {[*like.shape]}")
+        return _checked(q, formats, holder)
+    weight = entries.get("weight")
+    quantized = {k: v for k, v in entries.items() if k == "weight" or is_bitsandbytes_key(k)}
+    if len(quantized) == (weight is not None):  # no key that only bitsandbytes has
+        if not isinstance(weight, Tensor):
+            return None
+        if weight.is_floating_point():
+            if weight.shape != like.shape:
+                raise ValueError(f"it is {[*weight.shape]}, and the layer {[*like.shape]}")
+            options: Any = {"block_size": like.block_size, "double": like.nested}
+            return quantized_weight(weight.detach(), like.format, **options)
+        if "scales" in entries:
+            _check_dtypes(entries, {"weight": like.codes.dtype, "scales": torch.uint8})
+            return None
+    return _checked(matrix_of(quantized, like.shape, like.dtype), formats, holder)
+
+
+def _checked(q: QuantizedMatrix, formats: Collection[str], holder: str) -> QuantizedMatrix:
+    if q.format not in formats:
+        raise ValueError(f"it is in {q.format}, and {holder}")
+    if not is_finite(q):
+        known = {"int8": "'SCB'", MXFP4: "'weight_scales'"}
+        where = known.get(q.format, "'weight.absmax' and what belongs to it")
+        raise ValueError(f"{where} must have finite numbers alone")
+    return q
+
+
+def keys_behind() -> Any:
+    """Returns attributes for what the keys of bitsandbytes have behind the name of a weight in 4
+    bits."""
+    names = (key.removeprefix("weight.") for key in KEYS_4BIT)
+    states = SimpleNamespace(**{f"bitsandbytes__{kind}": None for kind in TABLES})
+    return SimpleNamespace(**dict.fromkeys(names), quant_state=states)
+
+
+def sharded_as(param: Tensor, value: Tensor) -> Tensor:
     """Returns the shard of a whole value for a parameter that is sharded; else the value."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._core.surroundings import is_plain
-from ..nn.experts import ExpertsRule, experts_forward
+from ..nn.experts import ExpertsRule, QuantizedExperts, expert_count, experts_forward
 from ..nn.fused import is_untouched
 from .changes import Changes, patched_names
 from .report import PatchReport
@@ -55,6 +55,9 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
         if reason is not None:
             found[module] = reason
             continue
+        if isinstance(module, QuantizedExperts):
+            found[module] = module.rule
+            continue
         key = _key(module)
         if key not in tried:
             tried[key] = _recognized(module)
@@ -74,6 +77,8 @@ def _obstacle(module: Any) -> str | None:
     """Returns why no forward can be set on a module of experts, or None."""
     if "forward" in vars(module).keys() - patched_names(vars(module)):
         return "something else has replaced its forward"
+    if isinstance(module, QuantizedExperts):
+        return None
     if is_parametrized(module):
         return "its stacks are parametrized, as by bitsandbytes in 4 bits"
     if not all(is_plain(p) for p in module._parameters.values() if p is not None):
@@ -258,7 +263,7 @@ def keep_choices(
             rule = found.get(held)
             if rule is None or isinstance(rule, str):
                 continue
-            count = getattr(held, rule.stacks[0]).shape[0]
+            count = expert_count(held, rule)
             own = vars(module).get("forward")
             forward = functools.partial(choosing_forward, module, own, count)
             changes.set(module, "forward", forward)

@@ -87,19 +87,22 @@ def _mlp(given: dict[str, Any], device: str) -> Sizes:
 @workspace_of("experts", "experts_backward")
 def _experts(given: dict[str, Any], device: str) -> Sizes:
     backward = "dy" in given
-    x, weight, down = given["dy" if backward else "x"], given["weight"], given["down"]
+    x, weight = given["dy" if backward else "x"], given["weight"]
+    own = {}
+    for name in ("gate_up", "down"):
+        stack, a = given[name], given[f"{name}_a"]
+        own[f"{name}_dtype"] = FLOATS.index(x.dtype if given[f"{name}_format"] else stack.dtype)
+        own[f"{name}_rank"] = 0 if a is None else a.shape[1]
+        own[f"{name}_adapter_dtype"] = 0 if a is None else FLOATS.index(a.dtype)
     found = _workspace(
         "experts_workspace",
         given,
         **dict(zip(("tokens", "slots"), weight.shape)),
-        experts=down.shape[0],
         hidden=x.shape[-1],
-        features=down.shape[1 if given["transposed"] else 2],
         dtype=FLOATS.index(x.dtype),
         weight_dtype=FLOATS.index(weight.dtype),
-        gate_up_dtype=FLOATS.index(given["gate_up"].dtype),
-        down_dtype=FLOATS.index(down.dtype),
         is_cuda=device == "cuda",
+        **own,
     )
     return [] if found is None else [(found[backward], "temporaries")]
 

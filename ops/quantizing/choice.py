@@ -1,7 +1,9 @@
-"""Chooses the layers of a model whose weights are quantized, and says why others are not."""
+"""Chooses the layers and experts of a model whose weights are quantized, and says why others are
+not."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,8 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from .._core.checks import list_of_names
 from .._core.registration import FLOATS
+from ..functional.quantize_matrix import QuantizedMatrix
+from ..nn.experts import ExpertsRule, QuantizedExperts
 from ..nn.linear import Linear
-from ..patching.changes import patched_names
+from ..nn.quantized import CLASSES
+from ..patching.changes import Changes, patched_names
+from ..patching.experts import found_experts
 from .report import Left
 
 FROZEN = "it is trained, and others are frozen"
@@ -49,50 +55,105 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach().t() if is_conv1d(module) else weight.detach()
 
 
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A module whose weights can be quantized: a linear layer, or experts, with their rule."""
+
+    module: nn.Module
+    rule: ExpertsRule | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Returns the parameters that are quantized, by their names in the module."""
+        names = ("weight",) if self.rule is None else self.rule.stacks
+        return {name: getattr(self.module, name) for name in names}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the weights by name: ``[out, in]``, or stacks as they lie."""
+        if self.rule is None:
+            return {"weight": weight_of(self.module)}
+        return {name: param.detach() for name, param in self.params.items()}
+
+    @property
+    def trains(self) -> bool:
+        return any(param.requires_grad for param in self.params.values())
+
+    def take(self, *weights: QuantizedMatrix) -> Any:
+        """Turns the module into one with these weights, in place. What :func:`headroom.patch` set
+        on it reads weights of floats, and goes."""
+        Changes().restore(self.module)
+        if self.rule is not None:
+            return QuantizedExperts.take(self.module, self.rule, weights)
+        return CLASSES[weights[0].format].take(self.module, *weights)
+
+
+def holders(model: nn.Module) -> tuple[dict[str, Holder], dict[str, str]]:
+    """Returns the linear layers and the experts of a model by name, and why other experts are not
+    among them, by name."""
+    experts = found_experts(model)
+    found, left = {}, {}
+    for name, module in model.named_modules():
+        rule = experts.get(module)
+        if isinstance(rule, str):
+            left[name] = rule
+        elif is_linear(module) or (rule and not isinstance(module, QuantizedExperts)):
+            found[name] = Holder(module, rule)
+    return found, left
+
+
 def choose(
     model: nn.Module, skip: Iterable[str] | str | None
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Returns the linear layers to quantize by name, and reasons for the others, by name.
+) -> tuple[dict[str, Holder], dict[str, str]]:
+    """Returns the layers and experts to quantize by name, and reasons for the others, by name.
 
     Raises:
         TypeError: a weight is a DTensor, or ``skip`` are no names.
         ValueError: ``skip`` has a name that the model does not have, or the weight of a layer lies
             in memory of another parameter.
     """
-    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    left = _skipped(model, linears, skip) if skip is not None else heads(model, linears)
+    held, left = holders(model)
+    modules = {name: one.module for name, one in held.items()}
+    linears = {name: one.module for name, one in held.items() if one.rule is None}
+    left |= _skipped(model, modules, skip) if skip is not None else heads(model, linears)
     owners, adapters = _owners(model), _in_adapters(model)
-    for name, module in linears.items():
-        weight: Any = module.weight
-        full = joined(name, "weight")
-        holders = owners.get(id(weight), ())
-        shared = [one for one in holders if one != full]
-        own_forward = "forward" in vars(module).keys() - patched_names(vars(module))
-        if isinstance(weight, DTensor):
-            raise TypeError(f"'{full}' is a DTensor: quantize before fully_shard()")
-        if name in left:
-            continue
-        if id(module) in adapters:
-            left[name] = ADAPTER
-        elif not holders:
-            left[name] = "it is computed from other parameters"
-        elif weight.dtype not in FLOATS:
-            left[name] = f"it is {weight.dtype}"
-        elif not weight.numel():
-            left[name] = "it has no elements"
-        elif own_forward:
-            left[name] = "its forward was replaced"
-        elif shared and skip is None:
-            left[name] = f"it is also {shared[0]}"
-        elif shared:
-            raise ValueError(f"'{full}' is also '{shared[0]}': name one of them in skip")
-    chosen = {name: module for name, module in linears.items() if name not in left}
-    frozen = {name for name, module in chosen.items() if not module.weight.requires_grad}
+    for name, one in held.items():
+        for key, weight in one.params.items():
+            full = joined(name, key)
+            if isinstance(weight, DTensor):
+                raise TypeError(f"'{full}' is a DTensor: quantize before fully_shard()")
+            if name in left:
+                continue
+            places = owners.get(id(weight), [])
+            shared = [other for other in places if other != full]
+            if id(one.module) in adapters:
+                left[name] = ADAPTER
+            elif (reason := _obstacle(one.module, weight, places)) is not None:
+                left[name] = reason
+            elif shared and skip is None:
+                left[name] = f"it is also {shared[0]}"
+            elif shared:
+                raise ValueError(f"'{full}' is also '{shared[0]}': name one of them in skip")
+    chosen = {name: one for name, one in held.items() if name not in left}
+    frozen = {name for name, one in chosen.items() if not one.trains}
     if 0 < len(frozen) < len(chosen):
         left |= dict.fromkeys(chosen.keys() - frozen, FROZEN)
-        chosen = {name: module for name, module in chosen.items() if name in frozen}
+        chosen = {name: one for name, one in chosen.items() if name in frozen}
     _refuse_shared(model, chosen)
     return chosen, left
+
+
+def _obstacle(module: nn.Module, weight: Tensor, places: list[str]) -> str | None:
+    """Returns why a weight of a module cannot be quantized, or None."""
+    if not places:
+        return "it is computed from other parameters"
+    if weight.dtype not in FLOATS:
+        return f"it is {weight.dtype}"
+    if not weight.numel():
+        return "it has no elements"
+    if "forward" in vars(module).keys() - patched_names(vars(module)):
+        return "its forward was replaced"
+    return None
 
 
 def left_parameters(model: nn.Module, reasons: dict[str, str]) -> list[Left]:
@@ -113,8 +174,11 @@ def _reason(module: nn.Module, name: str, param: Tensor, known: str | None) -> s
         return "a vector"
     if known is not None and name == "weight":
         return known
+    if isinstance(module, QuantizedExperts):
+        return "biases of experts"
     if is_of_experts(module, param):
-        return f"{EXPERTS}, which are not quantized"
+        why = "" if known is None else f": {known}"
+        return f"{EXPERTS}, which are not quantized{why}"
     if isinstance(module, nn.Linear):
         return "of a subclass of Linear, which may use its weight in another way"
     return "not the weight of a linear layer"
@@ -152,7 +216,7 @@ def _in_adapters(model: nn.Module) -> set[int]:
 
 
 def _skipped(
-    model: nn.Module, linears: dict[str, nn.Module], skip: Iterable[str] | str
+    model: nn.Module, modules: dict[str, nn.Module], skip: Iterable[str] | str
 ) -> dict[str, str]:
     patterns = [skip] if isinstance(skip, str) else list_of_names("skip", skip)
     names = [name for name, _ in model.named_modules() if name]
@@ -163,7 +227,7 @@ def _skipped(
             raise ValueError(f"skip: the model has no module with the name {pattern!r}")
     return {
         name: "named in skip"
-        for name in linears
+        for name in modules
         if any(_matches(above, pattern) for above in _above(name) for pattern in patterns)
     }
 
@@ -222,9 +286,13 @@ def _has_experts(module: nn.Module) -> bool:
     return any("expert" in name for name in names) or any(is_of_experts(module, p) for p in params)
 
 
-def _refuse_shared(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
+def _refuse_shared(model: nn.Module, chosen: dict[str, Holder]) -> None:
     """Raises where memory of a weight would stay, because it is that of another parameter too."""
-    weights = {id(module.weight): joined(name, "weight") for name, module in chosen.items()}
+    weights = {
+        id(param): joined(name, key)
+        for name, one in chosen.items()
+        for key, param in one.params.items()
+    }
     own = set(weights.values())
     holders: dict[tuple[torch.device, int], list[str]] = {}
     for name, param in model.named_parameters():

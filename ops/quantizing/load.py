@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,13 +15,17 @@ from .._core.all_or_nothing import all_or_nothing
 from .._core.grouping import grouped
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
-from ..nn.bitsandbytes import is_bitsandbytes_key
+from ..functional.quantize_matrix import mxfp4_matrix
+from ..nn.bitsandbytes import BLOCKS, KEYS_8BIT, scales_name, weight_behind
+from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..nn.torch_encoder import call_linears
 from ..state.file.safetensors import Entry, entries_in, read
-from .choice import choose, is_conv1d, is_linear, joined, left_parameters, weight_of
-from .quantize import check_arguments, take, take_shape
+from .choice import Holder, choose, holders, is_conv1d, joined, left_parameters
+from .names import by_names_of
+from .quantize import check_arguments, take_shape
 from .report import QuantizeReport
+from .stacks import Stack, matrices_at_once, quantized_stack, read_stack
 from .transformers_config import describe
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -40,14 +45,16 @@ def load_quantized(
     """Fills a model on the meta device from safetensors files, with its weights in few bits.
 
     Tensors are read one after the other, and each weight is quantized before the next is read: the
-    peak of memory is that of the result and one tensor. Tensors that are not quantized keep the
-    dtype of the file.
+    peak of memory is that of the result and one tensor. Stacks of experts are read and quantized
+    matrix by matrix, also where files have each matrix for itself, as transformers saves them.
+    Tensors that are not quantized keep the dtype of the file.
 
     Tensors that are tied in the model stay so if the files have one of them, or equal ones; others
     that the files have each for itself are no longer tied, as in transformers.
 
-    Weights that bitsandbytes quantized, alone or through transformers, are taken as they are, in
-    their own format; other weights of such files were left on purpose, and are left.
+    Weights that bitsandbytes quantized, alone or through transformers, and experts in MXFP4, as
+    those of gpt-oss, are taken as they are, in their own format; other weights of such files were
+    left on purpose, and are left.
 
     Of a model of transformers: ``with torch.device("meta"): model =
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))``, and then
@@ -57,7 +64,8 @@ def load_quantized(
         model: with parameters on the meta device, or on another, where they are replaced, and live
             until all is read.
         files: a safetensors file, an index (``model.safetensors.index.json``), a folder that has
-            either, or several files. Names are those of ``model.state_dict()``.
+            either, or several files. Names are those of ``model.state_dict()``, or those that
+            transformers makes these of.
         to, block_size, double, skip, search: as in :func:`headroom.quantize`.
         device: where the model shall be, and weights are quantized.
 
@@ -75,10 +83,11 @@ def load_quantized(
     """
     check_arguments(model, to, block_size)
     modules = dict(model.named_modules())
-    found = _by_module(entries_in(files), modules)
-    packed = {name for name, own in found.items() if any(map(is_bitsandbytes_key, own))}
-    chosen, reasons = _choice(model, found, modules, packed, skip)
-    _compare(model, modules, found, packed)
+    found = _by_module(by_names_of(model, entries_in(files)), modules)
+    packed = {name: behind for name, own in found.items() if (behind := _packed(own))}
+    held, others = holders(model)
+    chosen, reasons = _choice(model, found, held, packed, skip)
+    _compare(model, modules, found, packed, held, others)
     ties = list(_ties(modules))
     given_to = {joined(name, key) for name, own in found.items() for key in own}
     options: dict[str, Any] = {"block_size": block_size, "double": double, "search": search}
@@ -86,21 +95,22 @@ def load_quantized(
     total = sum(entry.size for own in found.values() for entry in own.values())
     # All weights that are quantized are read to one place: in places of their own, codes would come
     # to lie between them, and what is freed could not be given back.
-    largest = max((found[name]["weight"].size for name in chosen), default=0)
-    room = torch.empty(largest, dtype=torch.uint8)
+    wide = {name: _wide(one, found[name]) for name, one in chosen.items()}
+    sizes = [_at_once(entry, block_size) for own in wide.values() for entry in own.values()]
+    room = torch.empty(max(sizes, default=0), dtype=torch.uint8)
     shown = progress_bar(total, "load_quantized", unit="B", shown=True)
     with all_or_nothing(model), torch.no_grad(), shown as bar:
         for name, own in found.items():
             module, was = modules[name], type(modules[name]).__name__
-            before = _wide_bytes(module, own) if name in chosen or name in packed else 0
-            wide = own["weight"] if name in chosen else None
-            given = {key: read(one).to(device) for key, one in own.items() if one is not wide}
-            if wide is not None:
-                given |= _quantized(name, module, read(wide, room).to(device), to, options)
-            elif name in packed and is_linear(module):
-                take_shape(module, "int8" if "SCB" in own else "nf4")
+            before = _wide_bytes(module, held.get(name), own, packed.get(name, ()))
+            rest = {key: entry for key, entry in own.items() if key not in wide.get(name, ())}
+            given = {key: _read(entry).to(device) for key, entry in rest.items()}
+            if name in wide:
+                given |= _quantized(name, chosen[name], wide[name], to, options, device, room)
+            elif name in packed and name in held:
+                _take_form(name, held[name], own)
             _fill(module, joined(name, ""), given)
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 report._add(name, was, before, module)
             bar.update(sum(entry.size for entry in own.values()))
         for places in ties:
@@ -115,11 +125,14 @@ def load_quantized(
 # ---- names and shapes ----------------------------------------------------------------------------
 
 
+Found = Mapping[str, Mapping[str, Entry | Stack]]
+
+
 def _by_module(
-    entries: Mapping[str, Entry], modules: Mapping[str, nn.Module]
-) -> dict[str, dict[str, Entry]]:
+    entries: Mapping[str, Entry | Stack], modules: Mapping[str, nn.Module]
+) -> dict[str, dict[str, Entry | Stack]]:
     """Returns the entries of each module by the rest of their names, in the order of the files."""
-    found: dict[str, dict[str, Entry]] = {}
+    found: dict[str, dict[str, Entry | Stack]] = {}
     for name, entry in entries.items():
         owner = name.rpartition(".")[0]
         while owner and owner not in modules:
@@ -128,24 +141,48 @@ def _by_module(
     return found
 
 
+def _packed(own: Collection[str]) -> set[str]:
+    """Returns the names of the weights of a module that the files have in few bits."""
+    return {name for key in own if (name := weight_behind(key, own)) is not None}
+
+
+def _take_form(name: str, one: Holder, own: Mapping[str, Entry | Stack]) -> None:
+    """Turns a layer or experts into few bits, in place, of the format that the files have, without
+    values."""
+    blocks = [own.get(f"{key}_{BLOCKS}") for key in one.params]
+    if None in blocks:
+        is_8bit = any(key.rpartition(".")[2] in KEYS_8BIT for key in own)
+        take_shape(one, "int8" if is_8bit else "nf4")
+        return
+    found = []
+    for weight, entry in zip(one.weights.values(), blocks):
+        assert entry is not None
+        made = [
+            torch.empty(shape, dtype=torch.uint8, device="meta")
+            for shape in (entry.shape, entry.shape[:-1])
+        ]
+        found.append(mxfp4_matrix(*made, dtype=weight.dtype))
+    one.take(*found)
+
+
 def _choice(
     model: nn.Module,
-    found: Mapping[str, Mapping[str, Entry]],
-    modules: Mapping[str, nn.Module],
+    found: Found,
+    held: Collection[str],
     packed: Collection[str],
     skip: Iterable[str] | str | None,
-) -> tuple[set[str], dict[str, str]]:
-    """Returns the layers to quantize, and reasons for the others."""
+) -> tuple[dict[str, Holder], dict[str, str]]:
+    """Returns the layers and experts to quantize, and reasons for the others."""
     if packed:
-        linear = [name for name, module in modules.items() if is_linear(module)]
-        return set(), dict.fromkeys(linear, "the files have it so")
+        return {}, dict.fromkeys(held, "the files have it so")
     chosen, reasons = choose(model, skip)
-    for name in list(chosen):
-        entry = found.get(name, {}).get("weight")
-        if entry is not None and entry.dtype not in FLOATS:
+    for name, one in list(chosen.items()):
+        own = found.get(name, {})
+        dtypes = {own[key].dtype for key in one.params if key in own}
+        if not dtypes <= set(FLOATS):
             del chosen[name]
-            reasons[name] = f"it is {entry.dtype} in the files"
-    return set(chosen), reasons
+            reasons[name] = f"it is {dtypes.pop()} in the files"
+    return chosen, reasons
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,25 +196,37 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _compare(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
-    found: Mapping[str, Mapping[str, Entry]],
-    packed: Collection[str],
+    found: Found,
+    packed: Mapping[str, Collection[str]],
+    held: Mapping[str, Holder],
+    others: Mapping[str, str],
 ) -> None:
     """Raises where names or shapes of files and model differ, before anything is read."""
     given, filled, unexpected = set(), set(), []
     for name, own in found.items():
-        module, is_packed = modules[name], name in packed
-        if is_packed and not (is_linear(module) or isinstance(module, QuantizedLinear)):
-            raise ValueError(f"'{name}' is in few bits in the files, and no linear layer")
+        module, in_few_bits = modules[name], packed.get(name, ())
+        numels = _numels(module, held.get(name))
+        if in_few_bits and not numels:
+            why = others.get(name, "no linear layer")
+            raise ValueError(f"'{name}' is in few bits in the files, and {why}")
+        if in_few_bits and in_few_bits != numels.keys():
+            wanted, got = sorted(numels), sorted(in_few_bits)
+            raise ValueError(f"'{name}' has {got} in few bits in the files, wanted {wanted}")
         tensors = dict(_tensors(module))
-        given |= {joined(name, key) for key in (*own, *(["scales"] if is_packed else []))}
+        given |= {joined(name, key) for key in (*own, *map(scales_name, in_few_bits))}
+        for key in in_few_bits:
+            if f"{key}_{BLOCKS}" in own:
+                if key == "weight":
+                    raise ValueError(f"'{name}' is in MXFP4 in the files, and no module of experts")
+                _check_blocks(joined(name, key), key, own, numels[key])
+                given.add(joined(name, key))
         # Codes are not what another module can have too.
-        plain = own.keys() - ({"weight"} if is_packed else ())
-        filled |= {id(tensors[key]) for key in plain if key in tensors}
+        filled |= {id(tensors[key]) for key in own.keys() - in_few_bits if key in tensors}
         for key, entry in own.items():
             full = joined(name, key)
-            if key not in tensors and not (is_packed and is_bitsandbytes_key(key)):
+            if key not in tensors and weight_behind(key, own) not in in_few_bits:
                 unexpected.append(full)
-            elif key in tensors and not (is_packed and key == "weight"):
+            elif key in tensors and key not in in_few_bits:
                 if (wanted := tuple(tensors[key].shape)) != entry.shape:
                     raise ValueError(
                         f"'{full}' is {[*entry.shape]} in the files, and {[*wanted]} in the model"
@@ -187,7 +236,7 @@ def _compare(
         for name, module in modules.items()
         for key, tensor in _tensors(module)
         if (full := joined(name, key)) not in given
-        and (id(tensor) not in filled or (name in packed and key == "weight"))
+        and (id(tensor) not in filled or key in packed.get(name, ()))
     ]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [name for name in unexpected if not any(re.search(one, name) for one in ignored)]
@@ -201,6 +250,22 @@ def _compare(
             _initializer(modules, name, lost[0])
 
 
+def _check_blocks(full: str, key: str, own: Mapping[str, Entry | Stack], numel: int) -> None:
+    """Raises where the blocks and scales of a stack in MXFP4 do not fit."""
+    shapes = [own[k].shape if k in own else None for k in (f"{key}_{BLOCKS}", scales_name(key))]
+    blocks, scales = shapes
+    if (
+        blocks is None
+        or scales != blocks[:-1]
+        or len(blocks) != 4
+        or 2 * math.prod(blocks) != numel
+    ):
+        raise ValueError(
+            f"'{full}' has blocks {blocks} and scales {scales} in the files, wanted [experts, out, "
+            f"in / 32, 16] and [experts, out, in / 32] for {numel:,} elements"
+        )
+
+
 def _such(names: list[str]) -> str:
     return f" (such as '{names[0]}')" if names else ""
 
@@ -208,27 +273,75 @@ def _such(names: list[str]) -> str:
 # ---- one module ----------------------------------------------------------------------------------
 
 
-def _wide_bytes(module: nn.Module, own: Mapping[str, Entry]) -> int:
-    """Returns the bytes of a weight before it was quantized, or those of 16 bits if the files have
-    it quantized."""
-    if own["weight"].dtype in FLOATS and not any(map(is_bitsandbytes_key, own)):
-        return own["weight"].size
+def _numels(module: nn.Module, held: Holder | None) -> dict[str, int]:
+    """Returns how many elements the weights of a module have that can be in few bits, by name."""
+    if isinstance(module, QuantizedExperts):
+        return {key: math.prod(q.shape) for key, q in zip(module.rule.stacks, module.stacks())}
     if isinstance(module, QuantizedLinear):
-        return 2 * module.out_features * module.in_features
-    return 2 * weight_of(module).numel()
+        return {"weight": module.out_features * module.in_features}
+    return {} if held is None else {key: weight.numel() for key, weight in held.weights.items()}
+
+
+def _wide_bytes(
+    module: nn.Module,
+    held: Holder | None,
+    own: Mapping[str, Entry | Stack],
+    in_few_bits: Collection[str],
+) -> int:
+    """Returns the bytes of weights before they were quantized, or those of 16 bits if the files
+    have them quantized."""
+    return sum(
+        2 * numel if key in in_few_bits or own[key].dtype not in FLOATS else own[key].size
+        for key, numel in _numels(module, held).items()
+        if key in own or key in in_few_bits
+    )
+
+
+def _wide(one: Holder, own: Mapping[str, Entry | Stack]) -> dict[str, Entry | Stack]:
+    """Returns where the weights lie that are quantized, those of experts matrix by matrix."""
+    found = {key: own[key] for key in one.params}
+    if one.rule is None:
+        return found
+    return {k: Stack.of(one) if isinstance(one, Entry) else one for k, one in found.items()}
+
+
+def _at_once(entry: Entry | Stack, block_size: int) -> int:
+    """Returns how many bytes of a weight are read before they are quantized."""
+    if isinstance(entry, Entry):
+        return entry.size
+    return entry.bytes_of_one * matrices_at_once(entry, block_size)
+
+
+def _read(entry: Entry | Stack) -> Tensor:
+    return read(entry) if isinstance(entry, Entry) else read_stack(entry)
 
 
 def _quantized(
-    name: str, module: nn.Module, weight: Tensor, to: str, options: dict[str, Any]
+    name: str,
+    one: Holder,
+    wide: Mapping[str, Entry | Stack],
+    to: str,
+    options: dict[str, Any],
+    device: torch.device | str,
+    room: Tensor,
 ) -> dict[str, Tensor]:
-    """Quantizes the weight of a layer, which becomes one of few bits, and returns its tensors."""
-    try:
-        q = quantized_weight(weight.t() if is_conv1d(module) else weight, to, **options)
-    except ValueError as error:
-        what = joined(name, "weight")
-        raise ValueError(f"'{what}' cannot be quantized: {error}") from error
-    layer = take(module, q)
-    return {"weight": layer.weight, "scales": layer.scales}
+    """Quantizes the weights of a layer or of experts, which become those of few bits, and returns
+    their tensors."""
+    found = []
+    for key, entry in wide.items():
+        try:
+            if isinstance(entry, Stack):
+                q = quantized_stack(entry, to, **options, device=device, room=room)
+            else:
+                weight = read(entry, room).to(device)
+                weight = weight.t() if is_conv1d(one.module) else weight
+                q = quantized_weight(weight, to, **options)
+        except ValueError as error:
+            raise ValueError(f"'{joined(name, key)}' cannot be quantized: {error}") from error
+        found.append(q)
+    layer = one.take(*found)
+    names = [*wide, *map(scales_name, wide)]
+    return {key: getattr(layer, key) for key in names}
 
 
 def _fill(module: nn.Module, prefix: str, given: dict[str, Tensor]) -> None:
@@ -273,7 +386,7 @@ def _tie(model: nn.Module, places: Places, given: Collection[str]) -> None:
 
 
 def _has_codes(place: tuple[nn.Module, str]) -> bool:
-    return isinstance(place[0], QuantizedLinear) and place[1] == "weight"
+    return place[1] in _numels(place[0], None)
 
 
 def _is_equal(x: Tensor, y: Tensor) -> bool:

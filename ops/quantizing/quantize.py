@@ -1,4 +1,4 @@
-"""Puts the weights of a model's linear layers into few bits, in place, and back."""
+"""Puts the weights of a model's linear layers and experts into few bits, in place, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .._core.checks import check_choice, check_module
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
-from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix, quantize_matrix
+from ..functional.quantize_matrix import BLOCK_SIZES, quantize_matrix
+from ..nn.experts import QuantizedExperts
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
 from ..nn.torch_encoder import call_linears
 from ..patching.changes import Changes
-from .choice import choose, joined, left_parameters, weight_of
+from .choice import Holder, choose, joined, left_parameters
 from .report import QuantizeReport
 from .transformers_config import describe
 
@@ -29,7 +30,7 @@ def quantize(
     skip: Iterable[str] | str | None = None,
     search: bool = False,
 ) -> QuantizeReport:
-    """Puts the weights of the linear layers of a model into 4 or 8 bits, in place.
+    """Puts the weights of the linear layers and experts of a model into 4 or 8 bits, in place.
 
     Layers become :class:`headroom.nn.Linear4bit` or :class:`headroom.nn.Linear8bit`: the same
     modules with their hooks and biases, whose weights are frozen. One weight is quantized at a
@@ -38,8 +39,9 @@ def quantize(
     ``save_pretrained`` writes is loaded by transformers with bitsandbytes.
 
     Layers are modules of the classes ``nn.Linear``, :class:`headroom.nn.Linear`, and Conv1D of
-    transformers. Where weights of some are frozen and those of others trained, as those of
-    adapters, the latter are left.
+    transformers. The experts of mixtures of transformers that :func:`headroom.patch` computes
+    become :class:`headroom.nn.QuantizedExperts`, one module after the other. Where weights of some
+    are frozen and those of others trained, as those of adapters, the latter are left.
 
     Example::
 
@@ -77,18 +79,20 @@ def quantize(
     chosen, reasons = choose(model, skip)
     if not chosen:
         raise ValueError(f"headroom.quantize: {why_none(model, reasons)}")
-    for name, module in chosen.items():
-        check_finite(joined(name, "weight"), weight_of(module))
+    for name, one in chosen.items():
+        for key, weight in one.weights.items():
+            check_finite(joined(name, key), weight)
     options: Any = {"block_size": block_size, "double": double, "search": search}
     report = QuantizeReport(model)
-    total = sum(weight_of(module).nbytes for module in chosen.values())
-    with progress_bar(total, "quantize", unit="B", shown=True) as bar:
+    sizes = {name: sum(w.nbytes for w in one.weights.values()) for name, one in chosen.items()}
+    with progress_bar(sum(sizes.values()), "quantize", unit="B", shown=True) as bar:
         try:
-            for name, module in chosen.items():
-                was, before = type(module).__name__, weight_of(module).nbytes
-                q = quantized_weight(weight_of(module), to, **options)
-                report._add(name, was, before, take(module, q))
-                bar.update(before)
+            for name, one in chosen.items():
+                was, weights = type(one.module).__name__, one.weights.values()
+                found = [quantized_weight(weight, to, **options) for weight in weights]
+                del weights
+                report._add(name, was, sizes[name], one.take(*found))
+                bar.update(sizes[name])
         finally:
             call_linears(model)
             describe(model)
@@ -96,22 +100,15 @@ def quantize(
     return report
 
 
-def take(module: nn.Module, q: QuantizedMatrix) -> QuantizedLinear:
-    """Turns a linear layer into one of few bits, in place. What :func:`headroom.patch` set on it
-    reads a weight of floats, and goes."""
-    Changes().restore(module)
-    return CLASSES[q.format].take(module, q)
-
-
-def take_shape(module: nn.Module, to: str) -> None:
-    """Turns a linear layer into one of few bits, in place, whose weight is on the meta device."""
-    weight: Any = module.weight
-    form = torch.empty(weight_of(module).shape, dtype=weight.dtype, device="meta")
-    take(module, quantize_matrix(form, to=to))
+def take_shape(one: Holder, to: str) -> None:
+    """Turns a layer or experts into few bits, in place, whose weights are on the meta device."""
+    forms = (torch.empty(w.shape, dtype=w.dtype, device="meta") for w in one.weights.values())
+    one.take(*(quantize_matrix(form, to=to) for form in forms))
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Turns layers of few bits into ``nn.Linear``, in place, and returns the model.
+    """Turns layers of few bits into ``nn.Linear``, and experts into what they were, in place, and
+    returns the model.
 
     Weights have the numbers of their codes, not those that they had before, and require gradients.
 
@@ -130,7 +127,9 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
     try:
         for module in model.modules():
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, QuantizedExperts):
+                Changes().restore(module)  # stacks in MXFP4 may lie otherwise than those of floats
+            if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 module.release(dtype)
     finally:
         describe(model)
@@ -156,7 +155,8 @@ def check_finite(name: str, weight: Tensor, where: str = "") -> None:
 
 def why_none(model: nn.Module, reasons: dict[str, str]) -> str:
     """Returns why a model has no layer to quantize."""
-    held = [name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)]
+    kinds = QuantizedLinear, QuantizedExperts
+    held = [name for name, one in model.named_modules() if isinstance(one, kinds)]
     if held:
         return f"no layer is left: {len(held)}, such as '{held[0]}', are quantized already"
     if reasons:

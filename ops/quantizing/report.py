@@ -8,18 +8,19 @@ from torch import nn
 
 from .._core.grouping import grouped
 from .._core.sizes import format_bytes
+from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A layer whose weight is in few bits now.
+    """A layer, or a module of experts, whose weights are in few bits now.
 
     Attributes:
         name: of the layer in the model.
         was: its class before.
         format: "nf4", "fp4" or "int8".
-        before, after: bytes of its weight, with the scales.
+        before, after: bytes of its weights, with the scales.
     """
 
     name: str
@@ -51,7 +52,7 @@ class QuantizeReport:
 
     Attributes:
         model: the class of the model.
-        quantized: a :class:`Quantized` per layer.
+        quantized: a :class:`Quantized` per layer and module of experts.
         left: a :class:`Left` per parameter that was left in 16 or 32 bits.
         before, after: bytes of all parameters.
     """
@@ -69,10 +70,14 @@ class QuantizeReport:
     def after(self) -> int:
         return sum(one.after for one in self.quantized) + sum(one.bytes for one in self.left)
 
-    def _add(self, name: str, was: str, before: int, layer: QuantizedLinear) -> None:
-        """Notes a layer whose weight took ``before`` bytes."""
-        after = layer.weight.nbytes + layer.scales.nbytes
-        self.quantized.append(Quantized(name, was, layer.format, before, after))
+    def _add(
+        self, name: str, was: str, before: int, layer: QuantizedLinear | QuantizedExperts
+    ) -> None:
+        """Notes a layer, or experts, whose weights took ``before`` bytes."""
+        matrices = layer.stacks() if isinstance(layer, QuantizedExperts) else [layer.matrix]
+        formats = ", ".join(dict.fromkeys(q.format for q in matrices))
+        after = sum(q.codes.nbytes + q.scales.nbytes for q in matrices)
+        self.quantized.append(Quantized(name, was, formats, before, after))
 
     def __str__(self) -> str:
         before, after = format_bytes(self.before), format_bytes(self.after)

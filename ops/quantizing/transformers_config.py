@@ -1,4 +1,5 @@
-"""Describes quantized layers in the config of a model of transformers, for bitsandbytes."""
+"""Describes quantized layers in the config of a model of transformers, for bitsandbytes, and lets
+transformers save experts as they are."""
 
 from __future__ import annotations
 
@@ -6,8 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from ..functional.quantize_matrix import MXFP4
+from ..nn.experts import QuantizedExperts
 from ..nn.quantized import QuantizedLinear
 from .choice import is_linear
+
+CONVERSIONS = "_weight_conversions"  # of a model: what transformers does the other way as it saves
+BEFORE = "_headroom_weight_conversions"
 
 
 def describe(model: nn.Module) -> None:
@@ -22,8 +28,26 @@ def describe(model: nn.Module) -> None:
     if len(kinds) == 1:
         left = [name for name, module in model.named_modules() if is_linear(module)]
         config.quantization_config = _description(kinds.pop(), layers[0], left)
-    elif hasattr(config, "quantization_config"):
+    elif hasattr(config, "quantization_config") and not _is_in_mxfp4(model):
         del config.quantization_config
+    _keep_stacks(model)
+
+
+def _is_in_mxfp4(model: nn.Module) -> bool:
+    """Returns whether a model has experts in MXFP4, which its own config describes."""
+    found = (module for module in model.modules() if isinstance(module, QuantizedExperts))
+    return any(q.format == MXFP4 for module in found for q in module.stacks())
+
+
+def _keep_stacks(model: Any) -> None:
+    """Lets ``save_pretrained`` write stacks of few bits, which transformers would take apart as if
+    they were matrices, under their names in the model."""
+    attributes = vars(model)
+    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        attributes.setdefault(BEFORE, attributes.get(CONVERSIONS))
+        attributes[CONVERSIONS] = []
+    elif BEFORE in attributes:
+        attributes[CONVERSIONS] = attributes.pop(BEFORE)
 
 
 def _description(kind: str, layer: QuantizedLinear, left: list[str]) -> dict[str, Any]:

@@ -13,7 +13,15 @@ namespace
 ExpertsCase good_case()
 {
     ExpertsCase c = {.tokens = 3, .slots = 2, .biases = true, .save = HR_EXPERTS_SAVE_ALL};
+    c.gate_up_rank = 2, c.down_rank = 3;
     return c;
+}
+
+// Makes a stack one of codes, whose rows the test leaves as those of one matrix.
+void few(hr_matrix &matrix)
+{
+    matrix.format = HR_NF4;
+    matrix.absmax = static_cast<float *>(matrix.data);
 }
 
 // What both directions refuse: checked once for both.
@@ -73,17 +81,32 @@ template <class Run> BadInputs<Run> bad_inputs()
         {"workspace is at .*, wanted a multiple of 16",
          [](Run &r) { r.workspace_argument = moved(r.workspace_argument, 4); }},
         {"workspace is at", [](Run &r) { r.workspace_argument = nullptr; }},
-        {"params->gate_up has format 1, wanted HR_DENSE \\(0\\)",
-         [](Run &r) {
-             r.params.gate_up.format = HR_NF4;
-             r.params.gate_up.absmax = static_cast<float *>(r.stacks.data[0]);
-         },
-         HR_UNSUPPORTED},
+        {"params->gate_up is \\[10, 6\\], wanted \\[40, 6\\]",
+         [](Run &r) { few(r.params.gate_up); }},
+        {"matrix->block_size is 48",
+         [](Run &r) { few(r.params.down), r.params.down.block_size = 48; }},
+        {"matrix->absmax is NULL",
+         [](Run &r) { few(r.params.down), r.params.down.absmax = nullptr; }},
+        {"params->gate_up_adapter.rank is -1, wanted 0 or more",
+         [](Run &r) { r.params.gate_up_adapter.rank = -1; }},
+        {"params->down_adapter.rank is .*, wanted 0 or more, and at most 2\\^56 elements",
+         [](Run &r) { r.params.down_adapter.rank = INT64_C(1) << 52; }},
+        {"params->down_adapter is bf16, wanted f32 or f32",
+         [](Run &r) { r.params.down_adapter.dtype = HR_BF16; }},
+        {"params->gate_up_adapter.a is NULL", [](Run &r) { r.params.gate_up_adapter.a = nullptr; }},
+        {"params->down_adapter.b is NULL", [](Run &r) { r.params.down_adapter.b = nullptr; }},
+        {"params->gate_up_adapter.b is at",
+         [](Run &r) { r.params.gate_up_adapter.b = moved(r.stacks.data[5], 2); }},
+        {"params->down_adapter.a is at",
+         [](Run &r) { r.params.down_adapter.a = moved(r.stacks.data[6], 1); }},
     };
     all = joined<Run>(
         {all, bad_config_or_exec<Run>(),
          bad_numbers<Run>("config->alpha is .*, wanted a finite binary32 above 0",
                           [](Run &r) -> double & { return r.config.alpha; }, {0, -1, INFINITY}),
+         bad_numbers<Run>("params->gate_up_adapter.scale is .*, wanted a finite binary32",
+                          [](Run &r) -> double & { return r.params.gate_up_adapter.scale; },
+                          {INFINITY, NAN, 1e300}),
          bad_numbers<Run>("config->limit is .*, wanted a finite",
                           [](Run &r) -> double & { return r.config.limit; }, {-1, NAN, 1e300})});
     // The functions that it calls refuse much of this too, in their own name.
@@ -174,6 +197,13 @@ TEST_P(ExpertsRefused, BadInputsOfBackward)
           [](Run &r) { r.gradient.gate_up_bias = moved(r.gradient.gate_up_bias, 2); }},
          {"grads->down_bias is at",
           [](Run &r) { r.gradient.down_bias = moved(r.gradient.down_bias, 2); }},
+         {"grads->gate_up_a is at",
+          [](Run &r) { r.gradient.gate_up_a = moved(r.gradient.gate_up_a, 2); }},
+         {"grads->down_b is at", [](Run &r) { r.gradient.down_b = moved(r.gradient.down_b, 1); }},
+         {"a gradient of gate_up is wanted, but stacks of few bits have none",
+          [](Run &r) { few(r.params.gate_up), r.params.gate_up.rows = 40; }},
+         {"a gradient of the adapter of down is wanted, but its rank is 0",
+          [](Run &r) { r.params.down_adapter.rank = 0; }},
          {"so there is nothing to do",
           [](Run &r) { r.gradient = {}, r.dx_argument = r.dweight_argument = nullptr; }},
          {"workspace_bytes is .*, wanted", [](Run &r) { r.backward_bytes--; }}});
@@ -215,5 +245,16 @@ TEST(ExpertsQuery, BadInputs)
     EXPECT_TRUE(matches(hr_last_error(), "hr_experts_query: config->gated is 2"));
     refused("needs is at .*, which is not a multiple of 8 bytes", moved(&needs, 1), 0, 1);
     refused("hr_experts_query: save is 3", &needs, 3, 1);
-    refused("wanted is 64, wanted at most 63", &needs, 0, 64);
+    refused("wanted is 1024, wanted at most 1023", &needs, 0, 1024);
+    ExpertsCase c = good_case();
+    c.gate_up_rank = 0, c.down_format = HR_NF4;
+    const ExpertsRun other(cpu_backend(), c);
+    for (const auto &[wanted, message] :
+         {std::pair(HR_EXPERTS_DOWN, "a gradient of down is wanted"),
+          std::pair(HR_EXPERTS_GATE_UP_B, "but its rank is 0")}) {
+        EXPECT_EQ(hr_experts_query(&needs, &other.sizes, HR_EXPERTS_SAVE_ALL, uint32_t(wanted),
+                                   &other.params, &other.config, &other.exec),
+                  HR_INVALID_ARGUMENT);
+        EXPECT_TRUE(matches(hr_last_error(), message));
+    }
 }

@@ -62,21 +62,58 @@ int64_t pitch_of(const ExpertsCase &c, bool is_down)
     return rows * (cols + c.gap) + c.gap;
 }
 
+hr_format format_of(const ExpertsCase &c, bool is_down)
+{
+    return is_down ? c.down_format : c.gate_up_format;
+}
+
+// Elements of biases and of adapters behind those of the matrices.
+std::vector<int64_t> with_others(const ExpertsCase &c, int64_t gate_up, int64_t down)
+{
+    const int64_t first = c.experts * c.gate_up_rank, second = c.experts * c.down_rank;
+    return {gate_up,
+            down,
+            c.biases ? c.experts * width_of(c) : 0,
+            c.biases ? c.experts * c.hidden : 0,
+            first * c.hidden,
+            first * width_of(c),
+            second * c.features,
+            second * c.hidden};
+}
+
 std::vector<int64_t> stacks_of(const ExpertsCase &c)
 {
-    return {c.experts * pitch_of(c, false), c.experts * pitch_of(c, true),
-            c.biases ? c.experts * width_of(c) : 0, c.biases ? c.experts * c.hidden : 0};
+    const auto numel = [&](bool is_down) {
+        return format_of(c, is_down) == HR_DENSE ? c.experts * pitch_of(c, is_down) : 0;
+    };
+    return with_others(c, numel(false), numel(true));
 }
 
 std::vector<int64_t> dense_of(const ExpertsCase &c)
 {
-    return {c.experts * width_of(c) * c.hidden, c.experts * c.hidden * c.features,
-            c.biases ? c.experts * width_of(c) : 0, c.biases ? c.experts * c.hidden : 0};
+    const auto numel = [&](bool is_down) {
+        const auto [rows, cols] = shape_of(c, is_down);
+        return format_of(c, is_down) == HR_DENSE ? c.experts * rows * cols : 0;
+    };
+    return with_others(c, numel(false), numel(true));
+}
+
+std::unique_ptr<LinearRun> few_bits_of(Backend &backend, const ExpertsCase &c, bool is_down)
+{
+    LinearCase own = {.m = 1, .format = format_of(c, is_down)};
+    if (own.format == HR_DENSE)
+        return nullptr;
+    std::tie(own.rows, own.cols) = shape_of(c, is_down);
+    own.rows *= c.experts;
+    own.nested = c.nested && own.format != HR_INT8_ROWS;
+    own.dtype = c.dtype, own.block_size = c.block_size;
+    return std::make_unique<LinearRun>(backend, own);
 }
 
 std::vector<hr_dtype> dtypes_of(const ExpertsCase &c)
 {
-    return {c.matrix_dtype, c.matrix_dtype, c.dtype, c.dtype};
+    const hr_dtype adapter = c.adapter_dtype;
+    return {c.matrix_dtype, c.matrix_dtype, c.dtype, c.dtype, adapter, adapter, adapter, adapter};
 }
 
 hr_experts_config config_of(const ExpertsCase &c)
@@ -105,20 +142,24 @@ hr_matrix matrix_of(const ExpertsCase &c, bool is_down, void *data)
 
 uint32_t wanted_of(const ExpertsCase &c)
 {
-    const uint32_t biases = HR_EXPERTS_GATE_UP_BIAS | HR_EXPERTS_DOWN_BIAS;
-    return c.wanted & (c.biases ? ~0u : ~biases);
+    uint32_t all = c.wanted;
+    if (!c.biases)
+        all &= ~uint32_t(HR_EXPERTS_GATE_UP_BIAS | HR_EXPERTS_DOWN_BIAS);
+    if (c.gate_up_format != HR_DENSE)
+        all &= ~uint32_t(HR_EXPERTS_GATE_UP);
+    if (c.down_format != HR_DENSE)
+        all &= ~uint32_t(HR_EXPERTS_DOWN);
+    if (c.gate_up_rank == 0)
+        all &= ~uint32_t(HR_EXPERTS_GATE_UP_A | HR_EXPERTS_GATE_UP_B);
+    if (c.down_rank == 0)
+        all &= ~uint32_t(HR_EXPERTS_DOWN_A | HR_EXPERTS_DOWN_B);
+    return all;
 }
 
-hr_experts_needs needs_of(const ExpertsCase &c, const hr_exec &exec)
+hr_experts_needs needs_of(const ExpertsCase &c, const hr_experts_params &params,
+                          const hr_exec &exec)
 {
-    static float unread = 0; // a query looks at the sizes of a matrix
     const hr_experts_sizes sizes = {c.tokens, c.slots, c.experts, c.hidden, c.features};
-    const hr_experts_params params = {matrix_of(c, false, &unread),
-                                      matrix_of(c, true, &unread),
-                                      pitch_of(c, false),
-                                      pitch_of(c, true),
-                                      nullptr,
-                                      nullptr};
     const hr_experts_config config = config_of(c);
     hr_experts_needs needs = {};
     EXPECT_EQ(hr_experts_query(&needs, &sizes, c.save, wanted_of(c), &params, &config, &exec),
@@ -132,29 +173,51 @@ void *or_null(const Tensors &tensors, size_t k, bool wanted = true)
     return wanted && tensors.numel[k] ? tensors.data[k] : nullptr;
 }
 
+hr_experts_params params_of(const ExpertsCase &c, const Tensors &stacks,
+                            const std::unique_ptr<LinearRun> *few_bits)
+{
+    const auto matrix = [&](size_t k) {
+        return few_bits[k] ? few_bits[k]->matrix : matrix_of(c, k == 1, stacks.data[k]);
+    };
+    const auto adapter = [&](size_t k, int64_t rank) {
+        return hr_experts_adapter{rank, kAdapterScales[k], c.adapter_dtype,
+                                  or_null(stacks, 4 + 2 * k), or_null(stacks, 5 + 2 * k)};
+    };
+    return {matrix(0),
+            matrix(1),
+            pitch_of(c, false),
+            pitch_of(c, true),
+            or_null(stacks, 2),
+            or_null(stacks, 3),
+            adapter(0, c.gate_up_rank),
+            adapter(1, c.down_rank)};
+}
+
 } // namespace
 
 ExpertsRun::ExpertsRun(Backend &backend, const ExpertsCase &c)
     : shape(c), rows(c.tokens * c.slots), width(width_of(c)), experts_of(route_of(c)),
       config(config_of(c)), exec(backend.exec()),
-      x(backend, {c.tokens * (c.hidden + c.gap)}, {c.dtype}, 0, values(1, 2, 0.3)),
+      x(backend, {c.tokens * (c.hidden + c.gap)}, {c.dtype}, 0, values(1, c.size, 0.15 * c.size)),
       dy(backend, x.numel, {c.dtype}, 0, values(2, 1)),
       y(backend, {c.tokens * c.hidden}, {c.dtype}, 0, garbage),
       dx(backend, y.numel, {c.dtype}, 0, garbage),
       weight(backend, {rows}, {c.weight_dtype}, 0, values(3, 0.4, 0.5)),
       dweight(backend, {rows}, {c.weight_dtype}, 0, garbage),
       stacks(backend, stacks_of(c), dtypes_of(c), 0, values(10, 0.6)),
-      grads(backend, dense_of(c), dtypes_of(c), 0, garbage), index(backend, index_of(c)),
-      order(backend, std::vector<uint8_t>(size_t(rows) * 4, 0x55)),
+      grads(backend, dense_of(c), dtypes_of(c), 0, garbage),
+      few_bits{few_bits_of(backend, c, false), few_bits_of(backend, c, true)},
+      index(backend, index_of(c)), order(backend, std::vector<uint8_t>(size_t(rows) * 4, 0x55)),
       offsets(backend, std::vector<uint8_t>(size_t(c.experts + 1) * 4, 0x55)), sizes{c.tokens,
                                                                                      c.slots,
                                                                                      c.experts,
                                                                                      c.hidden,
                                                                                      c.features},
-      needs(needs_of(c, exec)), kept(backend,
-                                     {int64_t(needs.gate_up / bytes_of(c.dtype)),
-                                      int64_t(needs.activated / bytes_of(c.dtype))},
-                                     {c.dtype}, 0, garbage),
+      params(params_of(c, stacks, few_bits)), needs(needs_of(c, params, exec)),
+      kept(backend,
+           {int64_t(needs.gate_up / bytes_of(c.dtype)),
+            int64_t(needs.activated / bytes_of(c.dtype))},
+           {c.dtype}, 0, garbage),
       workspace(backend, std::vector<uint8_t>(
                              std::max(needs.forward_workspace, needs.backward_workspace), 0x77)),
       x_rows{x.data[0], c.hidden + c.gap}, dy_rows{dy.data[0], c.hidden + c.gap},
@@ -164,17 +227,17 @@ ExpertsRun::ExpertsRun(Backend &backend, const ExpertsCase &c)
       index_argument(index.data()), forward_bytes(needs.forward_workspace),
       backward_bytes(needs.backward_workspace)
 {
-    params.gate_up = matrix_of(c, false, stacks.data[0]);
-    params.down = matrix_of(c, true, stacks.data[1]);
-    params.gate_up_pitch = pitch_of(c, false), params.down_pitch = pitch_of(c, true);
-    params.gate_up_bias = or_null(stacks, 2), params.down_bias = or_null(stacks, 3);
     const uint32_t wanted = wanted_of(c);
     dx_argument = or_null(dx, 0, wanted & HR_EXPERTS_X);
     dweight_argument = or_null(dweight, 0, wanted & HR_EXPERTS_WEIGHT);
     gradient = {or_null(grads, 0, wanted & HR_EXPERTS_GATE_UP),
                 or_null(grads, 1, wanted & HR_EXPERTS_DOWN),
                 or_null(grads, 2, wanted & HR_EXPERTS_GATE_UP_BIAS),
-                or_null(grads, 3, wanted & HR_EXPERTS_DOWN_BIAS)};
+                or_null(grads, 3, wanted & HR_EXPERTS_DOWN_BIAS),
+                or_null(grads, 4, wanted & HR_EXPERTS_GATE_UP_A),
+                or_null(grads, 5, wanted & HR_EXPERTS_GATE_UP_B),
+                or_null(grads, 6, wanted & HR_EXPERTS_DOWN_A),
+                or_null(grads, 7, wanted & HR_EXPERTS_DOWN_B)};
     saved = {or_null(kept, 0), or_null(kept, 1)};
     EXPECT_EQ(route(), HR_OK) << hr_last_error();
     ends = numbers(offsets);
@@ -222,10 +285,14 @@ std::vector<uint8_t> ExpertsRun::image() const
     std::vector<uint8_t> all =
         image_of({&x.buffers, &y.buffers, &dy.buffers, &dx.buffers, &weight.buffers,
                   &dweight.buffers, &stacks.buffers, &grads.buffers, &kept.buffers});
-    for (const Buffer *buffer : {&index, &order, &offsets}) {
-        const std::vector<uint8_t> more = buffer->content();
+    const auto add = [&](const std::vector<uint8_t> &more) {
         all.insert(all.end(), more.begin(), more.end());
-    }
+    };
+    for (const Buffer *buffer : {&index, &order, &offsets})
+        add(buffer->content());
+    for (const auto &each : few_bits)
+        if (each)
+            add(each->image());
     return all;
 }
 
@@ -234,8 +301,16 @@ std::vector<uint8_t> ExpertsRun::gradients() const
     return image_of({&y.buffers, &dx.buffers, &dweight.buffers, &grads.buffers});
 }
 
+std::vector<double> ExpertsRun::matrices(size_t k) const
+{
+    return few_bits[k] ? few_bits[k]->weight() : stacks.values(k);
+}
+
 bool ExpertsRun::whole() const
 {
+    for (const auto &each : few_bits)
+        if (each && !each->whole())
+            return false;
     return intact({&x.buffers, &y.buffers, &dy.buffers, &dx.buffers, &weight.buffers,
                    &dweight.buffers, &stacks.buffers, &grads.buffers, &kept.buffers}) &&
            workspace.intact() && index.intact() && order.intact() && offsets.intact();
@@ -250,5 +325,7 @@ std::ostream &operator<<(std::ostream &out, const ExpertsCase &c)
                << (c.transposed ? ", transposed" : "") << (c.interleaved ? ", interleaved" : "")
                << (c.biases ? ", biases" : "") << ", limit " << c.limit << ", tile " << c.tile
                << ", gap " << c.gap << ", index of " << c.index_bytes << " bytes, save " << c.save
-               << ", wanted " << c.wanted;
+               << ", wanted " << c.wanted << ", formats " << c.gate_up_format << " and "
+               << c.down_format << (c.nested ? " nested" : "") << ", adapters of rank "
+               << c.gate_up_rank << " and " << c.down_rank << " in " << name_of(c.adapter_dtype);
 }

@@ -1,7 +1,9 @@
 // Calls of hr_route(), hr_experts_forward() and hr_experts_backward() on made-up rows and stacks.
 #pragma once
 
-#include "tests/c/harness/tensors.h"
+#include <memory>
+
+#include "tests/c/nn/linear_run.h"
 
 struct ExpertsCase {
     int64_t tokens = 7, slots = 2, experts = 4, hidden = 6, features = 5;
@@ -10,11 +12,21 @@ struct ExpertsCase {
     hr_dtype dtype = HR_F32, weight_dtype = HR_F32, matrix_dtype = HR_F32;
     bool gated = true, transposed = false, interleaved = false, biases = false;
     double limit = 0;
+    double size = 2; // of x
     int64_t tile = 0;
     int32_t index_bytes = 8;
     hr_experts_save save = HR_EXPERTS_SAVE_GATE_UP;
-    uint32_t wanted = 63; // without those of biases that the case does not have
+    uint32_t wanted = 1023; // without those of what the case does not have
+    // Few bits, without a gap: all codes and scales are made up. block_size is that of 4 bits.
+    hr_format gate_up_format = HR_DENSE, down_format = HR_DENSE;
+    bool nested = false;
+    int32_t block_size = 32;
+    int64_t gate_up_rank = 0, down_rank = 0; // of adapters
+    hr_dtype adapter_dtype = HR_F32;
 };
+
+// The factors of what adapters add.
+constexpr double kAdapterScales[] = {0.75, -1.5};
 
 class ExpertsRun
 {
@@ -30,6 +42,7 @@ class ExpertsRun
     std::vector<uint8_t> gradients() const; // the bytes of them and of y
     std::vector<int32_t> numbers(const Buffer &buffer) const;
     bool whole() const;
+    std::vector<double> matrices(size_t k) const; // of gate_up or down, decoded by the definition
 
     ExpertsCase shape;
     int64_t rows, width;
@@ -37,11 +50,13 @@ class ExpertsRun
     hr_experts_config config;
     hr_exec exec;
     Tensors x, dy, y, dx, weight, dweight;
-    Tensors stacks, grads; // gate_up, down, gate_up_bias, down_bias
+    // gate_up, down, gate_up_bias, down_bias, and A and B of both
+    Tensors stacks, grads;
+    std::unique_ptr<LinearRun> few_bits[2]; // that hold gate_up and down of few bits
     Buffer index, order, offsets;
     // Arguments, for a test to spoil.
     hr_experts_sizes sizes;
-    hr_experts_params params = {HR_MATRIX_INIT, HR_MATRIX_INIT, 0, 0, nullptr, nullptr};
+    hr_experts_params params = HR_EXPERTS_PARAMS_INIT;
     hr_experts_needs needs = {};
     Tensors kept; // gate_up, activated
     Buffer workspace;

@@ -34,7 +34,8 @@ double slope_and_value(double x, hr_activation activation, double alpha, double 
 
 // All of it in binary64, one row after the other.
 struct Reference {
-    Vector y, dx, dweight, dgate_up, ddown, dgate_up_bias, ddown_bias;
+    Vector y, dx, dweight;
+    Vector grads[8]; // as in ExpertsRun
 
     explicit Reference(const ExpertsRun &run)
     {
@@ -42,9 +43,11 @@ struct Reference {
         const size_t n = size_t(c.tokens), h = size_t(c.hidden), f = size_t(c.features);
         const size_t w = size_t(run.width), k = size_t(c.slots), row = h + size_t(c.gap);
         const Vector x = run.x.values(0), dy = run.dy.values(0), weight = run.weight.values(0);
-        const Vector gate_up = run.stacks.values(0), down = run.stacks.values(1);
+        Vector gate_up = run.matrices(0), down = run.matrices(1);
         const Vector gate_up_bias = run.stacks.values(2), down_bias = run.stacks.values(3);
         const auto limit = c.limit > 0 ? c.limit : INFINITY;
+        Vector &dgate_up = grads[0], &ddown = grads[1];
+        Vector &dgate_up_bias = grads[2], &ddown_bias = grads[3];
         y = dx = Vector(n * h), dweight = Vector(n * k);
         dgate_up = Vector(size_t(c.experts) * w * h), ddown = Vector(size_t(c.experts) * h * f);
         dgate_up_bias = Vector(size_t(c.experts) * w), ddown_bias = Vector(size_t(c.experts) * h);
@@ -56,7 +59,27 @@ struct Reference {
             const size_t at = c.transposed ? in * (cols + gap) + out : out * (cols + gap) + in;
             return e * (rows * (cols + gap) + gap) + at;
         };
-        const size_t gap = size_t(c.gap);
+        const size_t gap = size_t(c.gap), experts = size_t(c.experts);
+        // Adapters: calls visit(e, r, place in A, out, place in B, in) for all that are multiplied.
+        const auto pairs = [&](size_t rank, size_t outputs, size_t inputs, const auto &visit) {
+            for (size_t e = 0; e < experts; e++)
+                for (size_t r = 0; r < rank; r++)
+                    for (size_t out = 0; out < outputs; out++)
+                        for (size_t in = 0; in < inputs; in++)
+                            visit(e, out, in, (e * rank + r) * inputs + in,
+                                  (e * outputs + out) * rank + r);
+        };
+        const auto add_adapter = [&](size_t which, Vector &matrices, size_t rank, size_t outputs,
+                                     size_t inputs) {
+            const Vector a = run.stacks.values(4 + 2 * which), b = run.stacks.values(5 + 2 * which);
+            pairs(rank, outputs, inputs,
+                  [&](size_t e, size_t out, size_t in, size_t at_a, size_t at_b) {
+                      matrices[place(e, out, in, outputs, inputs, gap)] +=
+                          kAdapterScales[which] * b[at_b] * a[at_a];
+                  });
+        };
+        add_adapter(0, gate_up, size_t(c.gate_up_rank), w, h);
+        add_adapter(1, down, size_t(c.down_rank), h, f);
         for (size_t s = 0; s < n * k; s++) {
             if (run.experts_of[s] < 0 || run.experts_of[s] >= c.experts)
                 continue;
@@ -103,6 +126,20 @@ struct Reference {
             for (size_t o = 0; o < w; o++)
                 dgate_up_bias[e * w + o] += dz[o];
         }
+        const auto to_adapter = [&](size_t which, size_t rank, size_t outputs, size_t inputs) {
+            const Vector a = run.stacks.values(4 + 2 * which), b = run.stacks.values(5 + 2 * which);
+            Vector &da = grads[4 + 2 * which], &db = grads[5 + 2 * which];
+            da = Vector(a.size()), db = Vector(b.size());
+            pairs(rank, outputs, inputs,
+                  [&](size_t e, size_t out, size_t in, size_t at_a, size_t at_b) {
+                      const double grad = kAdapterScales[which] *
+                                          grads[which][place(e, out, in, outputs, inputs, 0)];
+                      da[at_a] += grad * b[at_b];
+                      db[at_b] += grad * a[at_a];
+                  });
+        };
+        to_adapter(0, size_t(c.gate_up_rank), w, h);
+        to_adapter(1, size_t(c.down_rank), h, f);
     }
 };
 
@@ -143,6 +180,25 @@ std::vector<ExpertsCase> cases()
     ExpertsCase one = {.tokens = 40, .slots = 2, .experts = 1, .biases = true}; // each token twice
     one.tile = 7;
     all.push_back(one);
+    for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16}) {
+        ExpertsCase qlora = {.tokens = 9, .slots = 3, .hidden = 32, .features = 24};
+        qlora.size = 0.1; // scales of few bits are up to 9
+        qlora.dtype = dtype, qlora.biases = true, qlora.tile = 2;
+        qlora.gate_up_format = qlora.down_format = HR_NF4, qlora.nested = true;
+        qlora.gate_up_rank = 3, qlora.down_rank = 2;
+        all.push_back(qlora);
+        ExpertsCase odd = {.tokens = 12, .slots = 2, .experts = 5, .hidden = 7, .features = 5};
+        odd.size = 0.1, odd.dtype = odd.matrix_dtype = dtype,
+        odd.transposed = odd.interleaved = true;
+        odd.gate_up_format = HR_INT8_ROWS, odd.down_format = HR_FP4;
+        odd.down_rank = 1, odd.adapter_dtype = dtype, odd.save = HR_EXPERTS_SAVE_INPUT;
+        all.push_back(odd);
+        ExpertsCase lora = {.tokens = 9, .slots = 2, .hidden = 8, .features = 12};
+        lora.dtype = lora.matrix_dtype = lora.adapter_dtype = dtype, lora.tile = 3;
+        lora.activation = HR_RELU_SQUARED, lora.gated = false, lora.save = HR_EXPERTS_SAVE_ALL;
+        lora.size = 0.5, lora.down_format = HR_NF4, lora.gate_up_rank = 4;
+        all.push_back(lora);
+    }
     return all;
 }
 
@@ -195,11 +251,12 @@ TEST_P(Experts, ForwardAndBackwardFollowTheFormulas)
         expect_near(run.y.values(0), exact.y, unit, "y");
         expect_near(run.dx.values(0), exact.dx, unit, "dx");
         expect_near(run.dweight.values(0), exact.dweight, unit, "dweight");
-        expect_near(run.grads.values(0), exact.dgate_up, unit, "dgate_up");
-        expect_near(run.grads.values(1), exact.ddown, unit, "ddown");
-        if (c.biases) {
-            expect_near(run.grads.values(2), exact.dgate_up_bias, unit, "dgate_up_bias");
-            expect_near(run.grads.values(3), exact.ddown_bias, unit, "ddown_bias");
+        const char *const names[] = {"dgate_up",   "ddown",         "dgate_up_bias",
+                                     "ddown_bias", "dA of gate_up", "dB of gate_up",
+                                     "dA of down", "dB of down"};
+        for (size_t k = 0; k < 8; k++) {
+            if (run.grads.numel[k] > 0)
+                expect_near(run.grads.values(k), exact.grads[k], unit, names[k]);
         }
     }
 }
@@ -226,28 +283,28 @@ TEST_P(Experts, WhatIsKeptChangesNoBitAndBackwardCanRunAgain)
 TEST_P(Experts, AGradientIsTheSameWithoutTheOthers)
 {
     ExpertsCase c = cases()[1];
+    c.gate_up_rank = 2, c.down_rank = 3;
     const ExpertsRun all(*backend, c);
     ASSERT_EQ(all.call(), HR_OK) << hr_last_error();
+    const uint32_t bits[] = {HR_EXPERTS_GATE_UP,   HR_EXPERTS_DOWN,      HR_EXPERTS_GATE_UP_BIAS,
+                             HR_EXPERTS_DOWN_BIAS, HR_EXPERTS_GATE_UP_A, HR_EXPERTS_GATE_UP_B,
+                             HR_EXPERTS_DOWN_A,    HR_EXPERTS_DOWN_B};
     for (const hr_experts_save save : {HR_EXPERTS_SAVE_GATE_UP, HR_EXPERTS_SAVE_INPUT})
-        for (c.wanted = 1, c.save = save; c.wanted < 64; c.wanted *= 2) {
+        for (c.wanted = 1, c.save = save; c.wanted < 1024; c.wanted *= 2) {
+            SCOPED_TRACE(testing::PrintToString(c));
             const ExpertsRun run(*backend, c);
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
             EXPECT_TRUE(run.whole());
-            const std::pair<uint32_t, std::pair<const Tensors *, const Tensors *>> results[] = {
-                {HR_EXPERTS_X, {&run.dx, &all.dx}},
-                {HR_EXPERTS_WEIGHT, {&run.dweight, &all.dweight}}};
-            for (const auto &[bit, both] : results) {
-                if (c.wanted == bit) {
-                    EXPECT_EQ(both.first->values(0), both.second->values(0));
-                }
+            if (c.wanted == HR_EXPERTS_X) {
+                EXPECT_EQ(run.dx.values(0), all.dx.values(0));
             }
-            for (size_t k = 0; k < 4; k++) {
-                const uint32_t bits[] = {HR_EXPERTS_GATE_UP, HR_EXPERTS_DOWN,
-                                         HR_EXPERTS_GATE_UP_BIAS, HR_EXPERTS_DOWN_BIAS};
+            if (c.wanted == HR_EXPERTS_WEIGHT) {
+                EXPECT_EQ(run.dweight.values(0), all.dweight.values(0));
+            }
+            for (size_t k = 0; k < 8; k++)
                 if (c.wanted == bits[k]) {
                     EXPECT_EQ(run.grads.values(k), all.grads.values(k));
                 }
-            }
         }
 }
 
@@ -257,7 +314,7 @@ TEST_P(Experts, WorkspaceDoesNotGrowWithTheRowsButForTheirSums)
         hr_experts_config config = HR_EXPERTS_CONFIG_INIT;
         config.dtype = HR_BF16;
         static float unread = 0;
-        hr_experts_params params = {HR_MATRIX_INIT, HR_MATRIX_INIT, 0, 0, nullptr, nullptr};
+        hr_experts_params params = HR_EXPERTS_PARAMS_INIT;
         for (hr_matrix *m : {&params.gate_up, &params.down})
             m->dtype = HR_BF16, m->data = &unread;
         params.gate_up.rows = 1536, params.gate_up.cols = params.gate_up.stride = 2048;
@@ -294,5 +351,6 @@ TEST(ExpertsBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 
 TEST(ExpertsBits, RepeatOnCuda)
 {
-    expect_repeats_on_cuda<ExpertsRun>(std::vector<ExpertsCase>{cases()[1], cases()[14]});
+    expect_repeats_on_cuda<ExpertsRun>(
+        std::vector<ExpertsCase>{cases()[1], cases()[14], cases()[27]});
 }

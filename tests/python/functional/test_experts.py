@@ -3,8 +3,6 @@
 import pytest
 import torch
 from headroom.functional import experts
-from headroom.functional.experts import ACTIVATIONS, BITS
-from headroom.functional.experts import SAVES as NUMBERS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,14 +12,16 @@ from helpers.expert_layers import (
     EXPERTS,
     FEATURES,
     HIDDEN,
-    NAMES,
     SAVES,
     SLOTS,
     TOKENS,
     assert_same,
+    check_ops,
+    errors,
     exact,
     function_of,
     grouped_mm,
+    kept_bytes,
     options_of,
     reference,
     run,
@@ -29,11 +29,6 @@ from helpers.expert_layers import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def errors(got, wanted):
-    """Root mean squares: a largest error is that of one element by chance."""
-    return {n: (got[n].double() - wanted[n]).square().mean().sqrt().item() for n in wanted}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -190,16 +185,6 @@ def test_autocast_rounds_stacks_expert_by_expert(device):
     assert_same(run(compiled, tensors, dy), got)
 
 
-def kept_bytes(function, tensors):
-    """What autograd holds between the passes, without the stacks and the index."""
-    kept = []
-    stacks = {t.untyped_storage().data_ptr() for n, t in tensors.items() if n in NAMES[2:]}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        function(**tensors)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return sum(size for address, size in storages.items() if address not in stacks)
-
-
 @pytest.mark.parametrize("save", SAVES)
 def test_bytes_that_are_kept(save, device):
     for dtype in DTYPES[:2]:
@@ -259,35 +244,11 @@ def test_other_ways_to_a_gradient(case, device):
         assert torch.equal(leaf.grad, 2 * expected[name]), name
 
 
-def arguments(case, tensors, index, save):
-    given = [tensors.get(name) for name in NAMES]
-    x, weight, *rest = given
-    wanted = sum(bit for bit, name in zip(BITS.values(), NAMES) if name in tensors)
-    o = options_of(case)
-    numbers = (
-        ACTIVATIONS[o.get("activation", "silu")],
-        *(o.get("gated", True), o.get("transposed", False), o.get("interleaved", False)),
-        *(1.702, o.get("limit", 0.0), 4, NUMBERS[save], wanted, 0),
-    )
-    return (x, index, weight, *rest, *numbers), numbers, wanted
-
-
 @pytest.mark.parametrize("save", SAVES)
 def test_opcheck(save, device):
-    ops = torch.ops.headroom
     for case in ("mixtral", "gpt_oss"):
         tensors, index, dy = sample(case, torch.float32, device)
-        index = index.clamp(0, EXPERTS - 1)  # rows that are dropped are not written
-        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        given, numbers, wanted = arguments(case, leaves, index, save)
-        torch.library.opcheck(ops.experts.default, given)
-        detached = {name: t.detach() for name, t in leaves.items()}
-        given, *_ = arguments(case, detached, index, save)
-        _, *kept = ops.experts(*given)
-        x, _, *rest = given[:7]
-        torch.library.opcheck(ops.experts_backward.default, (dy, x, *rest, *kept, *numbers, wanted))
-    sizes = (TOKENS, SLOTS, EXPERTS, HIDDEN, FEATURES, 0, 0, 0, 0, False)
-    torch.library.opcheck(ops.experts_workspace.default, (*sizes, *numbers))
+        check_ops(case, tensors, index.clamp(0, EXPERTS - 1), dy, save)
 
 
 def test_flops(device):
@@ -333,7 +294,7 @@ BAD = [
     bad("config->weight_dtype is f16", weight=lambda t: t["weight"].half()),
     bad("index has dtype", index=lambda t: t["index"].float()),
     bad("index has another shape", index=lambda t: t["index"][:, 1:]),
-    bad("must have 3 dimensions", down=lambda t: t["down"][0]),
+    bad("down is .*, wanted .experts, rows, cols", down=lambda t: t["down"][0]),
     bad("gate_up must be a tensor", gate_up=lambda t: t["gate_up"][1:]),
     bad("gate_up must be a tensor", gate_up=lambda t: t["gate_up"][:, 1:]),
     bad("params->down is bf16", down=lambda t: t["down"].bfloat16()),

@@ -37,13 +37,23 @@ Config = config(
 SHAPE = ("tokens", "slots", "experts", "hidden", "features")
 Sizes = struct((" ".join(SHAPE), c_int64), sizes=SHAPE)
 PITCHES = ("gate_up_pitch", "down_pitch")
+Adapter = struct(
+    ("rank", c_int64),
+    ("scale", c_double),
+    ("dtype", c_int32),
+    ("a b", c_void_p),
+    sizes=("rank",),
+)
 Params = struct(
     ("gate_up down", Matrix),
     (" ".join(PITCHES), c_int64),
     ("gate_up_bias down_bias", c_void_p),
+    ("gate_up_adapter down_adapter", Adapter),
     sizes=PITCHES,
 )
 STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
+STACKS += ("gate_up_a", "gate_up_b", "down_a", "down_b")
+BITS = (4, 16, 8, 32, 64, 128, 256, 512)  # of their gradients
 Grads = struct((" ".join(STACKS), c_void_p))
 Saved = struct(("gate_up activated", c_void_p))
 Needs = struct(
@@ -72,13 +82,40 @@ class Made:
             dtype = rng.choice([F32, own.dtype])
             rows, cols = (inputs, outputs) if own.transposed else (outputs, inputs)
             stride = cols + rng.choice([0, 0, 2])
-            m = Matrix(sizeof(Matrix), 0, dtype, rows, cols, stride)
-            m.data, m.block_size = part(rng, memory, dtype), 64
+            m = Matrix(sizeof(Matrix), rng.choice([0, 0, 1, 2, 3]), dtype, rows, cols, stride)
+            m.data, m.block_size = part(rng, memory, dtype), rng.choice([32, 64])
+            if m.format:
+                m.rows *= s.experts
+                m.data += rng.choice([0, 1])
+                m.absmax = part(rng, memory, F32)
+            if m.format in (1, 2) and rng.random() < 0.5:
+                m.absmax_codes = part(rng, memory, F32)
+                m.absmax_scales, m.offset = part(rng, memory, F32), part(rng, memory, F32)
             setattr(p, name, m)
             setattr(p, f"{name}_pitch", rows * stride + rng.choice([0, 1]))
+            adapter = Adapter(rng.choice([0, 1, 3]), rng.choice([0.0, 0.5, -2.0]))
+            adapter.dtype = rng.choice([F32, own.dtype])
+            adapter.a, adapter.b = (part(rng, memory, adapter.dtype) for _ in range(2))
+            setattr(p, f"{name}_adapter", adapter)
         for name in ("gate_up_bias", "down_bias"):
             setattr(p, name, vector(rng, memory, own.dtype, 0.5).value)
         self.params = p
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a stack is dense, and whether an adapter is there."""
+        stack, _, factor = name.rpartition("_")
+        if factor in ("a", "b"):
+            return getattr(self.params, f"{stack}_adapter").rank > 0
+        return factor == "bias" or getattr(self.params, name).format == 0
+
+    def wanted(self, rng: random.Random) -> int:
+        refused = sum(bit for bit, name in zip(BITS, STACKS) if not self.has_gradient(name))
+        return rng.randrange(1024) & ~refused
+
+    @property
+    def members(self) -> tuple[Structure, ...]:
+        p = self.params
+        return p.gate_up, p.down, p.gate_up_adapter, p.down_adapter
 
     @property
     def rows(self) -> int:
@@ -120,12 +157,17 @@ class Made:
         cols = self.width if name.startswith("gate_up") else self.sizes.hidden
         if name.endswith("bias"):
             return self.sizes.experts * cols * SIZES[self.config.dtype]
+        if name[-2:] in ("_a", "_b"):
+            adapter = getattr(self.params, f"{name[:-2]}_adapter")
+            inputs = self.sizes.hidden if name.startswith("gate_up") else self.sizes.features
+            each = adapter.rank * (inputs if name.endswith("a") else cols)
+            return self.sizes.experts * each * SIZES[adapter.dtype]
         m = getattr(self.params, name)
         return self.sizes.experts * m.rows * m.cols * SIZES[m.dtype]
 
     def call(self, name: str, arguments: list, written) -> Call:
         """Sizes stay: with others the order would be that of no hr_route()."""
-        made = call(name, arguments, written, (self.params.gate_up, self.params.down))
+        made = call(name, arguments, written, self.members)
         made.structs = [each for each in made.structs if each is not self.sizes]
         return made
 
@@ -165,7 +207,7 @@ def experts_forward(rng: random.Random, memory: Memory) -> Call:
         return [span for what, length in outputs for span in spans(what, 1, length, 1)]
 
     order, offsets = made.routing(rng, memory)
-    needs = made.needs(rng.randrange(3), rng.choice([0, rng.randrange(64)]))
+    needs = made.needs(rng.randrange(3), rng.choice([0, made.wanted(rng)]))
     saved = made.kept(memory, needs)
     workspace, size = workspace_of(rng, memory, needs.forward_workspace)
     arguments = [
@@ -187,7 +229,8 @@ def experts_backward(rng: random.Random, memory: Memory) -> Call:
         outputs = [(dx, s.tokens * s.hidden * SIZES[own.dtype])]
         outputs += [(dweight, made.rows * SIZES[own.weight_dtype]), (workspace, size.value)]
         if grads is not None:
-            outputs += [(c_void_p(getattr(grads, n)), made.bytes_of(n)) for n in STACKS]
+            given = ((n, getattr(grads, n)) for n in STACKS)
+            outputs += [(c_void_p(grad), made.bytes_of(n)) for n, grad in given if grad]
         return [span for what, length in outputs for span in spans(what, 1, length, 1)]
 
     order, offsets = made.routing(rng, memory)
@@ -195,10 +238,10 @@ def experts_backward(rng: random.Random, memory: Memory) -> Call:
     dweight = vector(rng, memory, own.weight_dtype, 0.7)
     grads = Grads()
     for name in STACKS:
-        if rng.random() < 0.6:
+        if rng.random() < 0.6 and made.has_gradient(name):
             setattr(grads, name, memory.take(PART))
-    flags = (dx, dweight, grads.gate_up, grads.gate_up_bias, grads.down, grads.down_bias)
-    needs = made.needs(rng.randrange(3), sum(1 << k for k, flag in enumerate(flags) if flag))
+    wanted = sum(bit for bit, name in zip(BITS, STACKS) if getattr(grads, name))
+    needs = made.needs(rng.randrange(3), wanted + bool(dx) + 2 * bool(dweight))
     saved = made.kept(memory, needs)
     workspace, size = workspace_of(rng, memory, needs.backward_workspace)
     x = matrix(rng, memory, s.hidden, own.dtype)
@@ -213,9 +256,9 @@ def experts_backward(rng: random.Random, memory: Memory) -> Call:
 
 def experts_query(rng: random.Random, memory: Memory) -> Call:
     made = Made(rng, memory)
-    save, wanted = c_int32(rng.randrange(3)), c_int32(rng.randrange(64))
+    save, wanted = c_int32(rng.randrange(3)), c_int32(made.wanted(rng))
     arguments = [memory.struct(Needs), made.sizes, save, wanted, made.params, made.config, exec_()]
-    found = call("hr_experts_query", arguments, None, (made.params.gate_up, made.params.down))
+    found = call("hr_experts_query", arguments, None, made.members)
     found.structs.pop(0)
     return found
 

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from headroom.functional import experts
+from headroom.functional.experts import ACTIVATIONS, BITS
+from headroom.functional.experts import SAVES as SAVE_NUMBERS
+from headroom.functional.quantize_matrix import layout_of
 
 TOKENS, SLOTS, EXPERTS, HIDDEN, FEATURES = 37, 3, 6, 40, 24
 SAVES = ("L0", "L1", "L2")
 NAMES = ("x", "weight", "gate_up", "down", "gate_up_bias", "down_bias")
+ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+SCALES = {"gate_up": 0.75, "down": -1.5}  # of adapters
 
 # Options of experts, and whether a case has biases: families of transformers.
 CASES = {
@@ -31,9 +36,10 @@ def options_of(case):
     return {name: value for name, value in CASES[case].items() if name != "biases"}
 
 
-def sample(case, dtype, device="cpu", tokens=TOKENS, index=None, weight=None):
+def sample(case, dtype, device="cpu", tokens=TOKENS, index=None, weight=None, rank=0, adapter=None):
     """The tensors of a case by name, the experts of each token, and dy. Expert 3 has no rows, some
-    rows are dropped, and some tokens have an expert twice."""
+    rows are dropped, and some tokens have an expert twice. With a rank both stacks have adapters,
+    the second of one more."""
     generator = torch.Generator().manual_seed(tokens)
     given = CASES[case]
     width = FEATURES * (2 if given.get("gated", True) else 1)
@@ -55,24 +61,40 @@ def sample(case, dtype, device="cpu", tokens=TOKENS, index=None, weight=None):
     }
     if given.get("biases"):
         tensors |= {"gate_up_bias": made(EXPERTS, width), "down_bias": made(EXPERTS, HIDDEN)}
-    return tensors, index.to(device), made(tokens, HIDDEN)
+    dy = made(tokens, HIDDEN)
+    if rank:
+        own = {"dtype": adapter or dtype, "scale": 0.3}
+        sizes = ((rank, HIDDEN), (width, rank), (rank + 1, FEATURES), (HIDDEN, rank + 1))
+        tensors |= {n: made(EXPERTS, *size, **own) for n, size in zip(ADAPTERS, sizes)}
+    return tensors, index.to(device), dy
 
 
-def function_of(case, index, **more):
+def function_of(case, index, stacks=None, **more):
+    """The op as a function of a case's tensors; ``stacks`` are of few bits, and no leaves."""
+
     def call(**tensors):
+        tensors |= stacks or {}
         required = [tensors.pop(name) for name in ("x", "weight", "gate_up", "down")]
         x, weight, gate_up, down = required
+        for name, scale in SCALES.items():
+            a, b = (tensors.pop(f"{name}_{factor}", None) for factor in "ab")
+            if a is not None:
+                tensors[f"{name}_adapter"] = (a, b, scale)
         return experts(x, index, weight, gate_up, down, **tensors, **(options_of(case) | more))
 
     return call
 
 
 def reference(x, index, weight, gate_up, down, gate_up_bias=None, down_bias=None, **options):
-    """In the dtype of x."""
+    """In the dtype of x; of adapters with their sum with the stacks."""
     gated, limit = options.get("gated", True), options.get("limit")
     activation, y = options.get("activation", "silu"), torch.zeros_like(x)
     if not options.get("transposed"):
         gate_up, down = gate_up.mT, down.mT
+    if "gate_up_a" in options:
+        gate_up = gate_up + SCALES["gate_up"] * (options["gate_up_b"] @ options["gate_up_a"]).mT
+    if "down_a" in options:
+        down = down + SCALES["down"] * (options["down_b"] @ options["down_a"]).mT
     for e in range(len(down)):
         for slot in range(index.shape[1]):
             tokens = (index[:, slot] == e).nonzero()[:, 0]
@@ -154,6 +176,68 @@ def exact(case, index, tensors, dy):
         double,
         dy.double(),
     )
+
+
+def kept_bytes(function, tensors, known=()):
+    """What autograd holds between the passes, without stacks, adapters, and tensors that the caller
+    knows."""
+    kept = []
+    given = [t for n, t in tensors.items() if n not in ("x", "weight")] + [*known]
+    apart = {t.untyped_storage().data_ptr() for t in given}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function(**tensors)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for address, size in storages.items() if address not in apart)
+
+
+def errors(got, wanted):
+    """Root mean squares: a largest error is that of one element by chance."""
+    return {n: (got[n].double() - wanted[n]).square().mean().sqrt().item() for n in wanted}
+
+
+def op_arguments(case, tensors, index, save, stacks=None):
+    """The arguments of the op by name, with tiles of 4 rows."""
+    stacks = stacks or {}
+    given = dict.fromkeys((*NAMES, *ADAPTERS, "gate_up_scales", "down_scales")) | tensors
+    for name in ("gate_up", "down"):
+        layout = (0, 0, False)
+        if name in stacks:
+            given[name], given[f"{name}_scales"] = stacks[name].codes, stacks[name].scales
+            layout = layout_of(stacks[name])
+        given |= {f"{name}_{k}": v for k, v in zip(("format", "block_size", "nested"), layout)}
+        given[f"{name}_adapter_scale"] = SCALES[name]
+    options = {"activation": "silu", "gated": True, "transposed": False, "interleaved": False}
+    options |= {"alpha": 1.702, "limit": 0.0} | options_of(case)
+    return (
+        given
+        | options
+        | {"index": index, "activation": ACTIVATIONS[options["activation"]], "tile_rows": 4}
+        | {"experts": EXPERTS, "features": FEATURES, "save": SAVE_NUMBERS[save], "precision": 0}
+        | {"wanted": sum(bit for name, bit in BITS.items() if name in tensors)}
+    )
+
+
+def check_ops(case, tensors, index, dy, save, stacks=None):
+    """Calls opcheck for both ops; of rows that are dropped nothing is written to what is kept."""
+    ops, check = torch.ops.headroom, torch.library.opcheck
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    check(ops.experts.default, (), op_arguments(case, leaves, index, save, stacks))
+    detached = {name: t.detach() for name, t in tensors.items()}
+    given = op_arguments(case, detached, index, save, stacks)
+    names = ("gates", "activated", "order", "offsets")
+    kept = dict(zip(names, ops.experts(**given)[1:]))
+    del given["index"]
+    given |= kept | {"dy": dy, "gradients": given["wanted"]}
+    check(ops.experts_backward.default, (), given)
+    numbers = {n: v for n, v in given.items() if v is not None and not torch.is_tensor(v)}
+    del numbers["gate_up_adapter_scale"], numbers["down_adapter_scale"], numbers["gradients"]
+    for name in ("gate_up", "down"):
+        a = tensors.get(f"{name}_a")
+        numbers |= {f"{name}_dtype": 0, f"{name}_rank": 0 if a is None else a.shape[1]}
+        numbers[f"{name}_adapter_dtype"] = 0
+    sizes = {"tokens": len(dy), "slots": index.shape[1], "hidden": HIDDEN}
+    own = {"dtype": 0, "weight_dtype": 0, "is_cuda": False}
+    check(ops.experts_workspace.default, (), numbers | sizes | own)
 
 
 def assert_same(got, expected):

@@ -57,6 +57,20 @@ def test_any_routing_takes_as_much(level):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("level", [None, "L0", "L2", "L5"])
+@pytest.mark.parametrize(("name", "to"), [("Mixtral", "nf4"), ("GptOss", "int8")])
+def test_in_few_bits_and_on_the_meta_device(name, to, level):
+    batch = tokens_of(64)
+    model, on_meta = moe_of(name), moe_of(name).to("meta")
+    for one in (model, on_meta):
+        headroom.quantize(one, to)
+        if level is not None:
+            headroom.patch(one, level, norms=False)
+    plan = headroom.plan(model, None, batch)
+    assert plan.total_bytes == pytest.approx(measured(model, batch), rel=1e-4)
+    assert headroom.plan(on_meta, None, batch, device="cpu").total_bytes == plan.total_bytes
+
+
 def test_levels_that_fit_chooses_from():
     model, batch = moe_of("Mixtral"), tokens_of(64)
     blocks = Blocks(model)
