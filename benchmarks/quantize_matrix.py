@@ -79,9 +79,11 @@ def decoder(q: Any, out: Tensor) -> Callable[[], None]:
     def call() -> None:
         codes = q.scales.data_ptr()
         scales, end = codes + first_scale, codes + q.scales.numel()
-        matrix = Matrix(ctypes.sizeof(Matrix), 1, 1, rows, cols, 0, q.codes.data_ptr())
+        form = {"nf4": 1, "mxfp4": 4}[q.format]
+        matrix = Matrix(ctypes.sizeof(Matrix), form, 1, rows, cols, 0, q.codes.data_ptr())
         matrix.block_size, matrix.absmax_codes = q.block_size, codes
-        matrix.absmax_scales, matrix.offset = scales, end - 4
+        if q.nested:
+            matrix.absmax_scales, matrix.offset = scales, end - 4
         to, where = Rows(out.data_ptr(), cols), Exec(-1, None)
         if out.is_cuda:
             where = Exec(out.device.index, torch.cuda.current_stream(out.device).cuda_stream)
@@ -123,6 +125,27 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             "bitsandbytes": theirs,
         }
 
+    def reading(device):
+        from headroom.functional import mxfp4_matrix, quantize_matrix
+
+        blocks = torch.randint(256, (out, inner // 32, 16), dtype=torch.uint8, device=device)
+        scales = torch.randint(112, 124, blocks.shape[:2], dtype=torch.uint8, device=device)
+        space = torch.empty(out, inner, dtype=BF16, device=device)
+
+        def theirs():
+            try:
+                from transformers.integrations.mxfp4 import convert_moe_packed_tensors as convert
+            except ImportError as error:
+                raise Unavailable(str(error)) from error
+            return Contender(lambda: convert(blocks[None], scales[None]))
+
+        return {
+            "headroom": lambda: Contender(decoder(mxfp4_matrix(blocks, scales), space)),
+            "headroom, nf4": lambda: Contender(decoder(quantize_matrix(space.zero_()), space)),
+            "memory": lambda: Contender(space.zero_),
+            "transformers": theirs,
+        }
+
     nested = 0.5 + 1 / 64 + 4 / 64 / 256  # bytes of a weight
     return [
         Case(
@@ -144,6 +167,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             int(out * inner * (2 + nested)),
             bars=[Bar("ratio", by_level(4, 2), "cpu"), Bar("fraction", 0.8, "cuda")],
         ),
+        Case(
+            "decode-mxfp4",
+            f"{out:,} x {inner:,}, MXFP4 to bf16; transformers transposes it, too",
+            reading,
+            "transformers",
+            int(out * inner * (2 + 17 / 32)),
+            bars=[Bar("ratio", 4, "cpu"), Bar("fraction", 0.8, "cuda")],
+        ),
     ]
 
 
@@ -154,5 +185,9 @@ BUDGETS = [
     Row(KERNEL, "nf4, nested, to bf16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN | {"75": 15.6}),
     Row(KERNEL, "nf4, nested, to f16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN, f16=True),
     Row(KERNEL, "nf4 to bf16", 2.5625, 1, 2, FACTOR, 1, evenly(7.5) | {"75": 14.5}),
+    # 4 threads share the exponent of a block.
+    Row(KERNEL, "mxfp4 to f32", 4.53125, 0.625, 4, FACTOR, 1, evenly(11)),
+    Row(KERNEL, "mxfp4 to bf16", 2.53125, 0.625, 2, FACTOR, 1, evenly(9.4) | {"75": 15.6}),
+    Row(KERNEL, "mxfp4 to f16", 2.53125, 0.625, 2, FACTOR, 1, evenly(9.4), f16=True),
     Row(KERNEL, "int8 to bf16", 3, 1.125, 2, FACTOR, 2, evenly(6.2) | {"75": 13.5}),
 ]

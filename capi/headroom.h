@@ -1664,6 +1664,7 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  *     HR_NF4         4.5     table[code(i)] * absmax[i / block_size]         half a byte
  *     HR_FP4         4.5     the same, with another table                    half a byte
  *     HR_INT8_ROWS   8       code * absmax[r] * 7.874015718698502e-3f        i8, [rows, cols]
+ *     HR_MXFP4       4.25    table[code(i)] * 2^(absmax_codes[i / 32] - 127) half a byte
  *
  * Two codes of 4 bits lie in a byte, that of the even i in its upper half. Blocks are counted
  * through the whole matrix and cross its rows; the last may be short. NF4 (Dettmers et al.,
@@ -1678,8 +1679,22 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  *     absmax[b] = map[absmax_codes[b]] * absmax_scales[b / 256] + offset[0]
  *
  * in two roundings.
+ *
+ * HR_MXFP4 is that of the OCP Microscaling Formats (MX) Specification v1.0, as the files of gpt-oss
+ * store it. It is only read. Blocks have 32 elements, and cols is a multiple of 32. Of two codes in a
+ * byte, that of the even i lies in the lower half. A code has a sign, two bits of exponent and one of
+ * mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a minus, of which the first is -0.
+ * A scale is the exponent of a power of two (E8M0), which stands in absmax_codes; 255 is NaN, and so
+ * are all elements of its block. Every element is exact in f32 and bf16, but those of 2^128 and more,
+ * which are infinities; f16 is rounded.
  */
-typedef enum hr_format { HR_DENSE = 0, HR_NF4 = 1, HR_FP4 = 2, HR_INT8_ROWS = 3 } hr_format;
+typedef enum hr_format {
+    HR_DENSE = 0,
+    HR_NF4 = 1,
+    HR_FP4 = 2,
+    HR_INT8_ROWS = 3,
+    HR_MXFP4 = 4
+} hr_format;
 
 typedef struct hr_matrix {
     size_t size; /* sizeof(hr_matrix) */
@@ -1689,10 +1704,10 @@ typedef struct hr_matrix {
     int64_t stride;     /* HR_DENSE: elements from a row to the next, >= cols; else not read */
     void *data;         /* [rows * cols] elements or codes; (rows * cols + 1) / 2 bytes in 4 bits.
                            Codes may be at any address */
-    int32_t block_size; /* 4 bits: a power of two from 32 to 4096; else not read */
+    int32_t block_size; /* NF4, FP4: a power of two from 32 to 4096; else not read */
     int32_t reserved;   /* 0 */
-    float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows] */
-    uint8_t *absmax_codes; /* [blocks], or NULL; 4 bits only */
+    float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows]; HR_MXFP4: not read, as the last two */
+    uint8_t *absmax_codes; /* [blocks]; NF4, FP4: or NULL; HR_INT8_ROWS: NULL */
     float *absmax_scales;  /* with absmax_codes: [hr_block_count(blocks, 256)] */
     float *offset;         /* with absmax_codes: [1] */
 } hr_matrix;
@@ -1741,7 +1756,7 @@ typedef struct hr_quantize_matrix_config {
  * x       in: [rows, cols] of `dtype`
  * dtype   f32, bf16 or f16
  *
- * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract; HR_UNSUPPORTED for HR_MXFP4.
  */
 HR_API hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype dtype,
                                     const hr_quantize_matrix_config *config, const hr_exec *exec);
@@ -1769,7 +1784,7 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
  *
  * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
  * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
- * 16 bytes for this, and cols a multiple of 32.
+ * 16 bytes for this, and cols a multiple of 32. HR_MXFP4 is decoded in parts for any number of rows.
  *
  * config->addend is added to the sum, which is rounded once all the same.
  */

@@ -103,10 +103,11 @@ static hr_gemm_config gemm_config_of(const linear_call *call)
     return config;
 }
 
-/* Whether x has so few rows that the matrix is decoded on the way. */
+/* Whether x has so few rows that the matrix is decoded on the way, for which MXFP4 has no loop. */
 static int is_few(const linear_call *call)
 {
-    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW)
+    const hr_format format = call->matrix.format;
+    if (call->backward || format == HR_DENSE || format == HR_MXFP4 || call->m > LINEAR_FEW)
         return 0;
     return call->exec->device == HR_CPU || linear_few_is_aligned(&call->matrix);
 }

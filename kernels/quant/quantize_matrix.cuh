@@ -24,17 +24,18 @@ constexpr matrix_tables matrix_tables_of(hr_format format)
     return tables;
 }
 
-/* Of NF4 and FP4. */
-static constexpr __device__ matrix_tables kept_tables[] = {matrix_tables_of(HR_NF4),
-                                                           matrix_tables_of(HR_FP4)};
+/* Of NF4 and FP4, and the values of HR_MXFP4. */
+static constexpr __device__ matrix_tables kept_tables[] = {
+    matrix_tables_of(HR_NF4), matrix_tables_of(HR_FP4), matrix_tables_of(HR_MXFP4)};
 
 /* Copies what a matrix of 4-bit codes needs, by a block of 256 threads. */
 static __device__ __forceinline__ void copy_tables(matrix_tables *to, const hr_matrix &matrix)
 {
-    const matrix_tables &from = kept_tables[matrix.format == HR_FP4];
+    const int number = matrix.format == HR_MXFP4 ? 2 : matrix.format == HR_FP4;
+    const matrix_tables &from = kept_tables[number];
     if (threadIdx.x < 16)
         to->values[threadIdx.x] = from.values[threadIdx.x];
-    if (matrix.absmax_codes)
+    if (matrix.absmax_codes && matrix.format != HR_MXFP4)
         to->map[threadIdx.x] = from.map[threadIdx.x];
 }
 

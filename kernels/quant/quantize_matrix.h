@@ -13,6 +13,7 @@
 
 #define MATRIX_MIN_BLOCK 32
 #define MATRIX_MAX_BLOCK 4096
+#define MATRIX_MX_BLOCK  32  /* of HR_MXFP4 */
 #define MATRIX_SCALES    256 /* scales that have a scale of their own */
 
 /* What bitsandbytes has for 1 / 127. */
@@ -37,7 +38,16 @@ HR_CONSTEXPR float matrix_value(int code, hr_format format)
                               0x3DA2FAFFu, 0x3E24CAE3u, 0x3E7C04DDu, 0x3EAD033Au,
                               0x3EE1A4B8u, 0x3F1007ABu, 0x3F3913B3u, 0x3F800000u};
     const int fp4[16] = {0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48};
+    const int doubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    if (format == HR_MXFP4)
+        return (code & 8 ? -0.5f : 0.5f) * (float)doubled[code & 7];
     return format == HR_NF4 ? hr_float(nf4[code]) : (float)fp4[code] / 192.0f;
+}
+
+/* By how much a byte is shifted for element number i of HR_MXFP4, or of the other formats of 4 bits. */
+HR_CONSTEXPR int matrix_shift(int64_t i, int mx)
+{
+    return (i & 1) == mx ? 4 : 0;
 }
 
 /* The code of the value number `place`, counted from the least. FP4 has two zeros. */
@@ -110,7 +120,13 @@ HR_INLINE float matrix_nested(float value, float scale, float offset)
     return value * scale + offset;
 }
 
-/* The scale of block `b` of 4-bit codes, where `map` is the signed dynamic map. */
+/* The scale 2^(code - 127) of HR_MXFP4, of which the least is a denormal. */
+HR_INLINE float matrix_power(uint32_t code)
+{
+    return hr_float(code == 255 ? 0x7FFFFFFFu : code == 0 ? 0x00400000u : code << 23);
+}
+
+/* The scale of block `b` of NF4 or FP4, where `map` is the signed dynamic map. */
 HR_INLINE float matrix_absmax(const hr_matrix *matrix, int64_t b, const float *map)
 {
     if (!matrix->absmax_codes)

@@ -2,7 +2,7 @@
  * quantize_matrix_cpu.c: the CPU loops of hr_quantize_matrix and hr_dequantize_matrix.
  *
  * A block of 4-bit codes has only sixteen different elements. So they are computed and rounded once,
- * and then moved to where the codes say.
+ * and then moved to where the codes say. HR_MXFP4 has only 256 scales, whose elements are kept.
  */
 #include <pthread.h>
 
@@ -13,20 +13,28 @@
 #define STEP 16 /* bytes of 4-bit codes that are decoded at once */
 
 /* What the instruction sets do in different ways: conversions of f16, and moving the elements of
- * `steps` times STEP bytes from a table of sixteen to their places. */
+ * `steps` times STEP bytes from a table of sixteen to their places. `mx`: the first of a byte is in its
+ * lower half. */
 typedef struct matrix_level {
     half_conversions halves;
     void (*spread)(void *out, const uint8_t *codes, int64_t steps, const void *table,
-                   hr_dtype dtype);
+                   hr_dtype dtype, int mx);
 } matrix_level;
+
+/* The elements of a block, by code. */
+typedef union block_table {
+    float wide[16];
+    uint16_t halves[16];
+} block_table;
 
 /* ---- Decoding -------------------------------------------------------------------------------- */
 
 HR_INLINE void spread_baseline(void *restrict out, const uint8_t *restrict codes, int64_t steps,
-                               const void *restrict table, hr_dtype dtype)
+                               const void *restrict table, hr_dtype dtype, int mx)
 {
     for (int64_t i = 0; i < steps * STEP; i++) {
-        const int first = codes[i] >> 4, second = codes[i] & 15;
+        const int first = codes[i] >> matrix_shift(0, mx) & 15;
+        const int second = codes[i] >> matrix_shift(1, mx) & 15;
         if (dtype == HR_F32) {
             ((float *)out)[2 * i] = ((const float *)table)[first];
             ((float *)out)[2 * i + 1] = ((const float *)table)[second];
@@ -37,8 +45,10 @@ HR_INLINE void spread_baseline(void *restrict out, const uint8_t *restrict codes
     }
 }
 
-/* The values of 4-bit codes, of NF4 and FP4, and the signed dynamic map; filled once. */
+/* The values of 4-bit codes, of NF4 and FP4, the signed dynamic map, and the blocks of HR_MXFP4 by type
+ * and scale; filled once. */
 static float kept_values[2][16], kept_map[256];
+static _Alignas(64) block_table kept_blocks[3][256];
 
 static void fill_tables(void)
 {
@@ -48,6 +58,12 @@ static void fill_tables(void)
     }
     for (int code = 0; code < 256; code++)
         kept_map[code] = dynamic_value(code, 1);
+    for (int i = 0; i < 256 * 16; i++) {
+        const float x = matrix_value(i % 16, HR_MXFP4) * matrix_power((uint32_t)i / 16);
+        hr_store(&kept_blocks[HR_F32][i / 16], i % 16, x, HR_F32);
+        hr_store(&kept_blocks[HR_BF16][i / 16], i % 16, x, HR_BF16);
+        hr_store(&kept_blocks[HR_F16][i / 16], i % 16, x, HR_F16);
+    }
 }
 
 /* Before loops over a table, which are to become vectors, and not sixteen times the body. */
@@ -72,9 +88,9 @@ HR_INLINE void fill_table(void *restrict table, float absmax, const float *restr
 
 /* Copies the element of code number i. */
 HR_INLINE void decode_one(void *out, const uint8_t *codes, int64_t i, const void *table,
-                          hr_dtype dtype)
+                          hr_dtype dtype, int mx)
 {
-    const int code = i & 1 ? codes[i >> 1] & 15 : codes[i >> 1] >> 4;
+    const int code = codes[i >> 1] >> matrix_shift(i, mx) & 15;
     if (dtype == HR_F32)
         *(float *)out = ((const float *)table)[code];
     else
@@ -83,7 +99,7 @@ HR_INLINE void decode_one(void *out, const uint8_t *codes, int64_t i, const void
 
 /* Decodes elements [i, end) of a matrix of 4-bit codes. */
 HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t end, hr_dtype dtype,
-                             matrix_level level)
+                             int mx, matrix_level level)
 {
     const uint8_t *const codes = (const uint8_t *)m->data;
     const float *const values = kept_values[m->format == HR_FP4];
@@ -92,20 +108,25 @@ HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t e
     while (i < end) {
         const int64_t b = i >> shift, after = (b + 1) << shift;
         const int64_t last = after < end ? after : end;
-        union {
-            float wide[16];
-            uint16_t halves[16];
-        } table;
-        fill_table(&table, matrix_absmax(m, b, kept_map), values, dtype, level);
+        block_table own;
+        const block_table *const table = mx ? &kept_blocks[dtype][m->absmax_codes[b]] : &own;
+        if (!mx) {
+            fill_table(&own, matrix_absmax(m, b, kept_map), values, dtype, level);
+        } else if (last - i == 2 * STEP) { /* as nearly all: without a count */
+            level.spread(to, codes + (i >> 1), 1, table, dtype, mx);
+            i = last;
+            to += 2 * STEP * size;
+            continue;
+        }
         if (i & 1) {
-            decode_one(to, codes, i++, &table, dtype);
+            decode_one(to, codes, i++, table, dtype, mx);
             to += size;
         }
         const int64_t steps = (last - i) / (2 * STEP);
-        level.spread(to, codes + (i >> 1), steps, &table, dtype);
+        level.spread(to, codes + (i >> 1), steps, table, dtype, mx);
         to += steps * 2 * STEP * size;
         for (i += steps * 2 * STEP; i < last; i++, to += size)
-            decode_one(to, codes, i, &table, dtype);
+            decode_one(to, codes, i, table, dtype, mx);
     }
 }
 
@@ -139,7 +160,8 @@ HR_INLINE void dequantize_range(void *context, int64_t begin, int64_t end, matri
             FOR_DTYPE(m->dtype, D,
                       decode_8_bits(out, (const int8_t *)m->data + i, n, m->absmax[row], D, level))
         else
-            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, D, level))
+            FOR_FLAG(m->format == HR_MXFP4, mx,
+                     FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, D, mx, level)))
     }
 }
 
@@ -284,7 +306,7 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
 /* Low and high bytes of the table of 16-bit elements, each in 16 bytes: a shuffle of bytes takes one
  * of each for every code. */
 CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, int64_t steps,
-                                           const void *table)
+                                           const void *table, int mx)
 {
     /* Two loads, because the table may have been stored in two parts. */
     const __m128i byte = _mm_set1_epi16(255);
@@ -301,8 +323,10 @@ CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, 
     for (; steps > 0; steps--, codes += STEP, out += 2 * STEP) {
         const __m256i bytes = _mm256_permutevar8x32_epi32(
             _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)codes)), order);
-        const __m256i first = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
-        const __m256i index = _mm256_unpacklo_epi8(first, _mm256_and_si256(bytes, mask));
+        const __m256i lower = _mm256_and_si256(bytes, mask);
+        const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+        const __m256i index =
+            mx ? _mm256_unpacklo_epi8(lower, upper) : _mm256_unpacklo_epi8(upper, lower);
         const __m256i of_low = _mm256_shuffle_epi8(low, index);
         const __m256i of_high = _mm256_shuffle_epi8(high, index);
         _mm256_storeu_si256((__m256i *)out, _mm256_unpacklo_epi8(of_low, of_high));
@@ -313,15 +337,15 @@ CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, 
 /* A byte becomes two indices of 32 bits. Permutations read bits 0 to 2 of each, and bit 3 chooses between
  * the halves of the table; the bits above do not count. */
 CPU_AVX2 HR_INLINE void spread_floats_avx2(float *out, const uint8_t *codes, int64_t steps,
-                                           const float *table)
+                                           const float *table, int mx)
 {
     const __m256 first = _mm256_loadu_ps(table), second = _mm256_loadu_ps(table + 8);
     for (int64_t i = 0; i < steps * STEP; i += 4, out += 8) {
         int32_t four;
         memcpy(&four, codes + i, sizeof four);
         const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
-        const __m256i index =
-            _mm256_or_si256(_mm256_srli_epi64(bytes, 4), _mm256_slli_epi64(bytes, 32));
+        const __m256i index = _mm256_or_si256(_mm256_srli_epi64(bytes, matrix_shift(0, mx)),
+                                              _mm256_slli_epi64(bytes, 32 - matrix_shift(1, mx)));
         _mm256_storeu_ps(out, _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, index),
                                                _mm256_permutevar8x32_ps(second, index),
                                                _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))));
@@ -329,41 +353,41 @@ CPU_AVX2 HR_INLINE void spread_floats_avx2(float *out, const uint8_t *codes, int
 }
 
 CPU_AVX2 HR_INLINE void spread_avx2(void *out, const uint8_t *codes, int64_t steps,
-                                    const void *table, hr_dtype dtype)
+                                    const void *table, hr_dtype dtype, int mx)
 {
     if (dtype == HR_F32)
-        spread_floats_avx2((float *)out, codes, steps, (const float *)table);
+        spread_floats_avx2((float *)out, codes, steps, (const float *)table, mx);
     else
-        spread_halves_avx2((uint16_t *)out, codes, steps, table);
+        spread_halves_avx2((uint16_t *)out, codes, steps, table, mx);
 }
 
 /* The table twice, so that bit 4 of an index does not count. A byte in the lower half of a word of 32
  * bits becomes two indices of 16 bits, of which the second takes its lower bits. */
 CPU_AVX512 HR_INLINE void spread_halves_avx512(uint16_t *out, const uint8_t *codes, int64_t steps,
-                                               const void *table)
+                                               const void *table, int mx)
 {
     const __m512i values = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table));
     for (; steps > 0; steps--, codes += STEP, out += 2 * STEP) {
         const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
-        const __m512i index =
-            _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+        const __m512i index = _mm512_or_si512(_mm512_srli_epi32(bytes, matrix_shift(0, mx)),
+                                              _mm512_slli_epi32(bytes, 16 - matrix_shift(1, mx)));
         _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, values));
     }
 }
 
 CPU_AVX512 HR_INLINE void spread_avx512(void *out, const uint8_t *codes, int64_t steps,
-                                        const void *table, hr_dtype dtype)
+                                        const void *table, hr_dtype dtype, int mx)
 {
     if (dtype != HR_F32) {
-        spread_halves_avx512((uint16_t *)out, codes, steps, table);
+        spread_halves_avx512((uint16_t *)out, codes, steps, table, mx);
         return;
     }
     const __m512 values = _mm512_loadu_ps(table);
     float *to = (float *)out;
     for (int64_t i = 0; i < steps * STEP; i += 8, to += 16) {
         const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i)));
-        const __m512i index =
-            _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+        const __m512i index = _mm512_or_si512(_mm512_srli_epi64(bytes, matrix_shift(0, mx)),
+                                              _mm512_slli_epi64(bytes, 32 - matrix_shift(1, mx)));
         _mm512_storeu_ps(to, _mm512_permutexvar_ps(index, values));
     }
 }

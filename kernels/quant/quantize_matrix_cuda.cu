@@ -213,7 +213,10 @@ static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &
             body(turn_is_whole<false>(), r, c);
 }
 
-template <int N, bool nested>
+/* What gives a block its scale. */
+enum matrix_scales { PLAIN, NESTED, POWERS };
+
+template <int N, matrix_scales kind>
 static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_grid &g,
                                                      const matrix_tables &tables, float offset,
                                                      hr_dtype dtype)
@@ -232,13 +235,14 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
             if constexpr (N == GROUP)
                 codes[t] = *(const uint32_t *)((const uint8_t *)m.data + (i + at) / 2);
             else
-                codes[t] = ((const uint8_t *)m.data)[(i + at) / 2] >> ((i + at) % 2 ? 0 : 4);
-            if constexpr (nested) {
+                codes[t] =
+                    ((const uint8_t *)m.data)[(i + at) / 2] >> matrix_shift(i + at, kind == POWERS);
+            if constexpr (kind != PLAIN)
                 quantized[t] = m.absmax_codes[b];
+            if constexpr (kind == NESTED)
                 scales[t] = m.absmax_scales[b / MATRIX_SCALES];
-            } else {
+            else if constexpr (kind == PLAIN)
                 scales[t] = m.absmax[b];
-            }
         }
         pack_all_loaded();
         void *const out = row_at(a.out, r, dtype);
@@ -247,15 +251,19 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
             const int64_t at = t * g.width * N;
             if (!turn.whole && c + at >= a.cols)
                 continue;
-            const float absmax =
-                nested ? matrix_nested(tables.map[quantized[t]], scales[t], offset) : scales[t];
+            float absmax;
+            if constexpr (kind == POWERS)
+                absmax = matrix_power(quantized[t]);
+            else if constexpr (kind == NESTED)
+                absmax = matrix_nested(tables.map[quantized[t]], scales[t], offset);
+            else
+                absmax = scales[t];
             float x[N];
 #pragma unroll
-            for (int e = 0; e < N; e++)
-                x[e] =
-                    tables
-                        .values[(codes[t] >> (N == 1 ? 0 : 8 * (e / 2) + 4 * (1 - e % 2))) & 15u] *
-                    absmax;
+            for (int e = 0; e < N; e++) {
+                const int bit = N == 1 ? 0 : 8 * (e / 2) + matrix_shift(e, kind == POWERS);
+                x[e] = tables.values[(codes[t] >> bit) & 15u] * absmax;
+            }
             few_store<N>(out, c + at, x, dtype);
         }
     });
@@ -319,14 +327,16 @@ static __global__ void __launch_bounds__(THREADS)
         return;
     }
     __shared__ matrix_tables tables;
-    const bool nested = m.absmax_codes;
+    const bool nested = m.absmax_codes, powers = m.format == HR_MXFP4;
     copy_tables(&tables, m);
     __syncthreads();
     for_dtype<N>(m.dtype, [&](hr_dtype dtype) {
-        if (nested)
-            decode_4_bits<N, true>(g, tables, *m.offset, dtype);
+        if (powers)
+            decode_4_bits<N, POWERS>(g, tables, 0.0f, dtype);
+        else if (nested)
+            decode_4_bits<N, NESTED>(g, tables, *m.offset, dtype);
         else
-            decode_4_bits<N, false>(g, tables, 0.0f, dtype);
+            decode_4_bits<N, PLAIN>(g, tables, 0.0f, dtype);
     });
 }
 

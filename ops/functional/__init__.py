@@ -29,7 +29,7 @@ from .muon_update import muon_update_
 from .newton_schulz import newton_schulz_, newton_schulz_workspace
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
-from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
+from .quantize_matrix import QuantizedMatrix, dequantize_matrix, mxfp4_matrix, quantize_matrix
 from .rope import rope, rope_tables
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
@@ -60,6 +60,7 @@ __all__ = [
     "muon_momentum8bit_",
     "muon_momentum_",
     "muon_update_",
+    "mxfp4_matrix",
     "newton_schulz_",
     "newton_schulz_workspace",
     "quantize_blocks",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from .._core.rows import check_tensors
 
 FORMATS = {"nf4": 1, "fp4": 2, "int8": 3}  # numbers of hr_format
 BLOCK_SIZES = tuple(2**k for k in range(5, 13))  # of 4 bits
-_NAMES = {number: name for name, number in FORMATS.items()}
+MXFP4, MX_BLOCK = "mxfp4", 32  # which is only read
+_NUMBERS = FORMATS | {MXFP4: 4}
+_NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,20 @@ class QuantizedMatrix:
         scales: uint8, the bytes of float32 scales: one per block of ``block_size`` elements in row
             order, or per row for ``"int8"``. If they are ``nested``: one code per block, zeros up
             to a multiple of 4 bytes, float32 scales of 256 of these each, and a float32 offset.
-        shape: ``(rows, cols)``.
+        shape: ``(rows, cols)``, or ``(count, rows, cols)`` of a stack.
         dtype: of the matrix before, and of what :func:`dequantize_matrix` returns.
-        format: ``"nf4"``, ``"fp4"`` or ``"int8"``.
+        format: ``"nf4"``, ``"fp4"``, ``"int8"`` or ``"mxfp4"``.
         block_size: elements per scale; not used by ``"int8"``.
         nested: whether scales are quantized too.
+
+    In ``"mxfp4"``, as files of gpt-oss have it, codes have any shape, the first of two elements is
+    in the lower half of its byte, and scales are an exponent per block of 32, which stands for
+    ``2 ** (exponent - 127)``.
     """
 
     codes: Tensor
     scales: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     format: str
     block_size: int
@@ -66,12 +73,18 @@ def quantize_matrix(
     Raises:
         RuntimeError: an argument does not fit.
         TypeError: ``x`` is no tensor.
-        ValueError: ``to`` is not a format.
+        ValueError: ``to`` is not a format, or is ``"mxfp4"``, which is only read:
+            :func:`mxfp4_matrix`.
 
     A NaN makes its block NaN; nothing is refused. The rule is documented at ``hr_quantize_matrix``
     in ``headroom.h``.
     """
     check_tensors(x=x)
+    if to == MXFP4:
+        raise ValueError(
+            "to is 'mxfp4', which is only read: give mxfp4_matrix() the blocks and scales of a "
+            "checkpoint"
+        )
     if to not in [*FORMATS]:
         raise ValueError(f"to is {to!r}, wanted one of {', '.join(map(repr, FORMATS))}")
     nested = double and to != "int8"
@@ -79,12 +92,43 @@ def quantize_matrix(
     return QuantizedMatrix(codes, scales, tuple(x.shape), x.dtype, to, block_size, nested)
 
 
-def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the elements of a matrix, ``[rows, cols]``: the float32 product of a code's value and
-    its scale, rounded to ``dtype``.
+def mxfp4_matrix(
+    blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> QuantizedMatrix:
+    """Returns a matrix, or a stack of them, that shares the memory of a checkpoint's tensors in
+    MXFP4 (OCP Microscaling Formats v1.0).
+
+    Each element takes 4.25 bits, and decodes to bfloat16 and float32 without an error. Rows are
+    those of the checkpoint, the outputs of a layer; transformers transposes them when it decodes.
 
     Args:
-        q: a matrix from :func:`quantize_matrix`.
+        blocks: uint8 ``[..., rows, cols // 32, 16]``, such as ``gate_up_proj_blocks`` of gpt-oss.
+        scales: uint8 ``[..., rows, cols // 32]``, such as ``gate_up_proj_scales``.
+        dtype: of what :func:`dequantize_matrix` returns: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: blocks and scales are no uint8 of these shapes.
+    """
+    check_tensors(blocks=blocks, scales=scales)
+    wanted = (*scales.shape, MX_BLOCK // 2)
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}, wanted uint8")
+    if scales.dim() not in (2, 3) or blocks.shape != wanted:
+        raise ValueError(
+            f"blocks have shape {[*blocks.shape]} and scales {[*scales.shape]}, wanted "
+            "[..., rows, cols // 32, 16] and [..., rows, cols // 32]"
+        )
+    shape = (*scales.shape[:-1], scales.shape[-1] * MX_BLOCK)
+    return QuantizedMatrix(blocks, scales, shape, dtype, MXFP4, MX_BLOCK, False)
+
+
+def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the elements of a matrix or a stack, of its shape: the float32 product of a code's
+    value and its scale, rounded to ``dtype``.
+
+    Args:
+        q: a matrix or a stack from :func:`quantize_matrix`.
         dtype: float32, bfloat16 or float16; None: ``q.dtype``.
 
     Raises:
@@ -92,13 +136,15 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype | None = None) -> T
         TypeError: ``q`` is no such matrix.
     """
     check_matrix("q", q)
+    *rows, cols = q.shape
     return torch.ops.headroom.dequantize_matrix(
         q.codes,
         q.scales,
-        *q.shape,
+        prod(rows),
+        cols,
         *layout_of(q),
         q.dtype if dtype is None else dtype,
-    )
+    ).view(q.shape)
 
 
 def check_matrix(name: str, q: Any) -> None:
@@ -111,16 +157,24 @@ def check_matrix(name: str, q: Any) -> None:
 def layout_of(q: QuantizedMatrix) -> tuple[int, int, bool]:
     """Returns how codes lie, as ops take it: the format, the block size, and whether scales are
     nested."""
-    return FORMATS[q.format], q.block_size, q.nested
+    return _NUMBERS[q.format], q.block_size, q.nested
 
 
 def bytes_of(rows: int, cols: int, format: int, block_size: int, nested: bool) -> tuple[int, int]:
     """Returns how many elements codes have, and how many bytes scales, as the op checks them."""
-    require(format in _NAMES, f"format is {format}, wanted 1 (nf4), 2 (fp4) or 3 (int8)")
+    require(format in _NAMES, f"format is {format}, wanted 1 (nf4), 2 (fp4), 3 (int8) or 4 (mxfp4)")
     require(rows >= 0 and cols >= 0, f"a matrix has shape [{rows}, {cols}]")
+    if _NAMES[format] in ("int8", MXFP4):
+        require(not nested, "nested is true, but only the scales of nf4 and fp4 have scales")
     if _NAMES[format] == "int8":
-        require(not nested, "nested is true, but only the scales of codes of 4 bits have scales")
         return rows * cols, 4 * rows
+    if _NAMES[format] == MXFP4:
+        require(
+            block_size == MX_BLOCK and cols % MX_BLOCK == 0,
+            f"block_size is {block_size} and a row has {cols} elements, wanted whole blocks of 32 "
+            "in mxfp4",
+        )
+        return rows * cols // 2, rows * cols // MX_BLOCK
     require(
         block_size in BLOCK_SIZES,
         f"block_size is {block_size}, wanted a power of two from 32 to 4096",
@@ -151,6 +205,7 @@ def require_fit(
 def _(matrix, format, block_size, nested, search):
     require(matrix.dim() == 2, f"matrix has {matrix.dim()} dimensions, wanted [rows, cols]")
     require(matrix.dtype in FLOATS, f"matrix has dtype {matrix.dtype}, wanted a float")
+    require(format != _NUMBERS[MXFP4], "format is 4 (mxfp4), which is only read")
     elements, size = bytes_of(*matrix.shape, format, block_size, nested)
     codes = (
         matrix.new_empty(matrix.shape, dtype=torch.int8)

@@ -2,7 +2,8 @@
 //
 // codes   4 bits: uint8 of (rows * cols + 1) / 2 elements; int8: rows * cols of int8
 // scales  uint8: the bytes of float32 absmax, one per block or row. If they are nested: a code per
-//         block, zeros up to a multiple of 4 bytes, float32 absmax_scales, and float32 offset
+//         block, zeros up to a multiple of 4 bytes, float32 absmax_scales, and float32 offset. mxfp4:
+//         an exponent per block
 #pragma once
 
 #include "torch_ext/core/rows.h"
@@ -19,17 +20,21 @@ class FewBits
   public:
     FewBits(int64_t rows, int64_t cols, int64_t format, int64_t block_size, bool nested)
     {
-        if (format < HR_NF4 || format > HR_INT8_ROWS)
-            fail("format is " + std::to_string(format) + ", wanted 1 (nf4), 2 (fp4) or 3 (int8)");
+        if (format < HR_NF4 || format > HR_MXFP4)
+            fail("format is " + std::to_string(format) +
+                 ", wanted 1 (nf4), 2 (fp4), 3 (int8) or 4 (mxfp4)");
         if (rows < 0 || cols < 0 || (rows > 0 && cols > (int64_t{1} << 59) / rows))
             fail("a matrix has shape [" + std::to_string(rows) + ", " + std::to_string(cols) +
                  "], wanted at most 2^59 elements");
-        const bool four_bits = format != HR_INT8_ROWS;
+        const bool four_bits = format != HR_INT8_ROWS, powers = format == HR_MXFP4;
+        if (powers && (block_size != 32 || cols % 32 != 0))
+            fail("block_size is " + std::to_string(block_size) + " and a row has " +
+                 std::to_string(cols) + " elements, wanted whole blocks of 32 in mxfp4");
         if (four_bits && (block_size < 32 || block_size > 4096 || (block_size & (block_size - 1))))
             fail("block_size is " + std::to_string(block_size) +
                  ", wanted a power of two from 32 to 4096");
-        if (nested && !four_bits)
-            fail("nested is true, but only the scales of codes of 4 bits have scales");
+        if (nested && (!four_bits || powers))
+            fail("nested is true, but only the scales of nf4 and fp4 have scales");
         matrix.format = static_cast<hr_format>(format);
         matrix.rows = rows;
         matrix.cols = cols;
@@ -38,7 +43,9 @@ class FewBits
         blocks = four_bits ? hr_block_count(rows * cols, block_size) : rows;
         nested_ = nested;
         first_scale_ = (blocks + 3) / 4 * 4;
-        bytes = nested ? first_scale_ + 4 * hr_block_count(blocks, 256) + 4 : 4 * blocks;
+        bytes = nested   ? first_scale_ + 4 * hr_block_count(blocks, 256) + 4
+                : powers ? blocks
+                         : 4 * blocks;
     }
 
     bool is_empty() const
@@ -55,6 +62,10 @@ class FewBits
         const View of_codes(code_tensor), of_scales(scale_tensor);
         require_with(of_scales, "scales", of_codes, "codes");
         matrix.data = of_codes.data;
+        if (matrix.format == HR_MXFP4) {
+            matrix.absmax_codes = static_cast<uint8_t *>(of_scales.data);
+            return;
+        }
         char *scales = static_cast<char *>(of_scales.data);
         if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) {
             scale_tensor = torch::stable::clone(scale_tensor);
@@ -74,6 +85,8 @@ class FewBits
     {
         matrix.data = unread;
         matrix.absmax = reinterpret_cast<float *>(unread);
+        if (matrix.format == HR_MXFP4)
+            matrix.absmax_codes = unread;
     }
 
     hr_matrix matrix = HR_MATRIX_INIT;

@@ -48,6 +48,15 @@ float value_of(int code, hr_format format)
     return float((code & 8 && magnitude != 0 ? -magnitude : magnitude) / 3);
 }
 
+// An element of MXFP4 in binary64: the value of a tiny float, of which code 8 is -0, times a power of two.
+double mxfp4(int code, int power)
+{
+    const int exponent = code >> 1 & 3, mantissa = code & 1;
+    const double magnitude =
+        exponent == 0 ? mantissa / 2.0 : std::ldexp(2 + mantissa, exponent - 2);
+    return power == 255 ? NAN : std::ldexp(code & 8 ? -magnitude : magnitude, power - 127);
+}
+
 // The code of the value nearest to y: up to the middle, rounded to binary32, the lower of two. FP4 has
 // a second zero for what is positive.
 int nearest_code(float y, hr_format format)
@@ -235,14 +244,47 @@ TEST_P(QuantizeMatrix, EveryCodeAndScalesOfEverySize)
             }
 }
 
+// Every code with every exponent, which all decode exactly but into f16.
+TEST_P(QuantizeMatrix, ElementsOfMxfp4AreTheValueTimesThePower)
+{
+    for (const hr_dtype dtype : kTypes)
+        for (const int64_t cols : {32, 96}) {
+            const MatrixCase c = {
+                256 * 32 / cols + 1, cols, HR_MXFP4, 32, false, false, HR_F32, dtype};
+            const MatrixRun run(*backend, c);
+            std::vector<double> codes, powers;
+            for (int64_t i = 0; i < c.rows * cols / 2; i++) // each code in both places of a block
+                codes.push_back(double((i + i / 16 * 3) % 16 + (i * 7 + 2) % 16 * 16));
+            for (int64_t b = 0; b < c.blocks(); b++)
+                powers.push_back(double(b % 256));
+            run.codes.put(0, codes);
+            run.absmax_codes.put(0, powers);
+            ASSERT_EQ(run.decode(), HR_OK) << hr_last_error();
+            EXPECT_TRUE(run.whole()) << c;
+            const std::vector<double> out = run.out.values(0);
+            for (size_t i = 0; i < out.size(); i++) {
+                const int code = int(codes[i / 2]) >> (i % 2 ? 4 : 0) & 15;
+                const int power = int(powers[i / 32]);
+                const double exact = mxfp4(code, power);
+                const double wanted = std::fabs(exact) >= 0x1p128 ? std::copysign(INFINITY, exact)
+                                      : dtype != HR_F16           ? exact
+                                                        : decode(encode({exact}, dtype), dtype)[0];
+                ASSERT_TRUE(same(out[i], wanted))
+                    << c << ", code " << code << ", exponent " << power << ": " << out[i]
+                    << ", wanted " << wanted;
+            }
+        }
+}
+
 TEST_P(QuantizeMatrix, PartsAreThoseOfTheWhole)
 {
-    for (const hr_format format : {HR_DENSE, HR_NF4, HR_FP4, HR_INT8_ROWS})
+    for (const hr_format format : {HR_DENSE, HR_NF4, HR_FP4, HR_INT8_ROWS, HR_MXFP4})
         for (const hr_dtype dtype : kTypes)
-            for (const int64_t cols : {75, 200, 256}) {
-                MatrixCase c = {
-                    9,     cols,   format, 32, format != HR_INT8_ROWS && format != HR_DENSE,
-                    false, HR_F32, dtype};
+            for (int64_t cols : {75, 200, 256}) {
+                if (format == HR_MXFP4)
+                    cols = (cols + 31) / 32 * 32;
+                const bool nested = format == HR_NF4 || format == HR_FP4;
+                MatrixCase c = {9, cols, format, 32, nested, false, HR_F32, dtype};
                 MatrixRun whole(*backend, c);
                 if (format == HR_DENSE) {
                     whole.matrix = HR_MATRIX_INIT;
@@ -250,7 +292,7 @@ TEST_P(QuantizeMatrix, PartsAreThoseOfTheWhole)
                     whole.matrix.cols = whole.matrix.stride = cols;
                     whole.matrix.data = whole.x.data[0];
                     whole.matrix.dtype = HR_F32;
-                } else {
+                } else if (format != HR_MXFP4) {
                     ASSERT_EQ(whole.quantize(), HR_OK) << hr_last_error();
                 }
                 c.to = whole.matrix.dtype;
@@ -273,7 +315,7 @@ TEST_P(QuantizeMatrix, PartsAreThoseOfTheWhole)
                             const int64_t r = i / (some + gap), k = i % (some + gap);
                             const double wanted =
                                 k < some ? all[size_t((row + r) * cols + col + k)] : 77;
-                            ASSERT_EQ(out[size_t(i)], wanted) << c << ", element " << i;
+                            ASSERT_TRUE(same(out[size_t(i)], wanted)) << c << ", element " << i;
                         }
                     }
             }
@@ -456,6 +498,15 @@ std::vector<MatrixCase> cases_for_bits()
                 c.special = true;
                 all.push_back(c);
             }
+    for (const hr_dtype dtype : kTypes)
+        for (const int64_t gap : {0, 3, 8})
+            all.push_back({.rows = 7,
+                           .cols = 352,
+                           .format = HR_MXFP4,
+                           .block_size = 32,
+                           .to = dtype,
+                           .gap = gap,
+                           .shift = size_t(gap == 3)});
     return all;
 }
 } // namespace
@@ -465,6 +516,7 @@ TEST(QuantizeMatrixBits, AreTheSameOnEveryInstructionSetAndThreadCount)
     std::vector<MatrixCase> all = cases_for_bits();
     for (const hr_format format : kFormats) // several tasks
         all.push_back({17, 8003, format, 64, format == HR_NF4, false, HR_BF16, HR_BF16});
+    all.push_back({17, 8000, HR_MXFP4, 32, false, false, HR_BF16, HR_BF16});
     expect_bits_on_the_cpu<MatrixRun>(all);
 }
 
@@ -488,8 +540,10 @@ TEST_P(QuantizeMatrix, BadInputs)
         {"hr_quantize_matrix: matrix is NULL", [](MatrixRun &r) { r.matrix_argument = nullptr; }},
         {"matrix->size is 8, wanted", [](MatrixRun &r) { r.matrix.size = 8; }},
         {"matrix->format is 0, wanted 1 to 3", [](MatrixRun &r) { r.matrix.format = HR_DENSE; }},
-        {"matrix->format is 4, wanted 1 to 3",
-         [](MatrixRun &r) { r.matrix.format = hr_format(4); }},
+        {"matrix->format is 5, wanted 1 to 3",
+         [](MatrixRun &r) { r.matrix.format = hr_format(5); }},
+        {"matrix->format is HR_MXFP4 \\(4\\), which is only read: give hr_dequantize_matrix",
+         [](MatrixRun &r) { r.matrix.format = HR_MXFP4; }, HR_UNSUPPORTED},
         {"matrix->dtype is f64", [](MatrixRun &r) { r.matrix.dtype = HR_F64; }},
         {"rows is -1, wanted 0 or more", [](MatrixRun &r) { r.matrix.rows = -1; }},
         {"cols is 0, wanted 1 or more", [](MatrixRun &r) { r.matrix.cols = 0; }},
@@ -534,8 +588,13 @@ TEST_P(QuantizeMatrix, BadInputsOfDecoding)
 {
     const BadInputs<Decoded> bad = {
         {"hr_dequantize_matrix: matrix is NULL", [](Decoded &r) { r.matrix_argument = nullptr; }},
-        {"matrix->format is -1, wanted 0 to 3",
+        {"matrix->format is -1, wanted 0 to 4",
          [](Decoded &r) { r.matrix.format = hr_format(-1); }},
+        {"matrix->format is 5, wanted 0 to 4", [](Decoded &r) { r.matrix.format = hr_format(5); }},
+        {"matrix->cols is 77, wanted a multiple of 32 in MXFP4",
+         [](Decoded &r) { r.matrix.format = HR_MXFP4; }},
+        {"matrix->absmax_codes is NULL",
+         [](Decoded &r) { r.matrix.format = HR_MXFP4, r.matrix.cols = 64; }},
         {"matrix->absmax is NULL", [](Decoded &r) { r.matrix.absmax = nullptr; }},
         {"matrix->absmax_codes is given, but matrix->format is 0",
          [](Decoded &r) {

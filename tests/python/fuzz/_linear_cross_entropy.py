@@ -95,7 +95,7 @@ def of_few_bits(
     """Puts a matrix in place of the weight, or does not."""
     if rng.random() < 0.6:
         return []
-    m = _matrices.matrix(rng, memory)
+    m = _matrices.matrix(rng, memory, _matrices.OF_ANY_COLS)
     m.rows, m.cols, m.stride, m.dtype = classes, features, features, own.dtype
     own.matrix = addressof(m)
     if m.format != _matrices.DENSE:

@@ -18,23 +18,26 @@ Matrix = config(
     sizes=("rows", "cols", "stride"),
 )
 QuantizeConfig = config(("search reserved", c_int32))
-DENSE, INT8 = 0, 3
+DENSE, INT8, MXFP4 = 0, 3, 4
+OF_ANY_COLS = (0, 1, 2, 3)  # formats
 MOST, SLACK = 20 * 70, 16  # elements of a matrix, and bytes past each part
 
 
 def matrix(
-    rng: random.Random, memory: Memory, formats: tuple[int, ...] = (0, 1, 2, 3)
+    rng: random.Random, memory: Memory, formats: tuple[int, ...] = (*OF_ANY_COLS, MXFP4)
 ) -> Structure:
     """A matrix, whose memory is enough in every format."""
     rows, cols = rng.choice([0, 1, 2, 5, 20]), rng.choice([1, 2, 7, 33, 64, 70])
     format_, block_size = rng.choice(formats), rng.choice([32, 64, 4096])
+    if format_ == MXFP4:
+        cols = rng.choice([32, 64])
     m = Matrix(sizeof(Matrix), format_, rng.choice(FLOATS), rows, cols, cols)
     m.data = memory.take(4 * MOST + SLACK, rng.randbytes(4 * MOST))
     if format_ != DENSE:
         m.data += rng.choice([0, 0, 1, 3])
     m.block_size = block_size
     m.absmax = memory.take(4 * MOST // 32 + SLACK, values(rng, 0, MOST // 32))
-    if format_ not in (DENSE, INT8) and rng.random() < 0.5:
+    if format_ == MXFP4 or format_ not in (DENSE, INT8) and rng.random() < 0.5:
         m.absmax_codes = memory.take(MOST // 32 + SLACK, rng.randbytes(MOST // 32))
         m.absmax_scales = memory.take(4 + SLACK, values(rng, 0, 1))
         m.offset = memory.take(4 + SLACK, values(rng, 0, 1))

@@ -113,7 +113,7 @@ def few_bits(
     for name, (outputs, inputs) in shapes.items():
         if not getattr(params, name).data:
             continue
-        m = _matrices.matrix(rng, memory)
+        m = _matrices.matrix(rng, memory, _matrices.OF_ANY_COLS)
         m.rows, m.cols, m.stride, m.dtype = outputs, inputs, inputs, own.dtype
         setattr(own, name, addressof(m))
         setattr(params, name, Rows())
