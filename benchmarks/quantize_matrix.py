@@ -186,8 +186,8 @@ BUDGETS = [
     Row(KERNEL, "nf4, nested, to f16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN, f16=True),
     Row(KERNEL, "nf4 to bf16", 2.5625, 1, 2, FACTOR, 1, evenly(7.5) | {"75": 14.5}),
     # 4 threads share the exponent of a block. Turns of int8 have as many products and bytes.
-    Row(KERNEL, "mxfp4 to f32", 4.53125, 0.625, 4, TABLE, 1, evenly(10.5)),
-    Row(KERNEL, "mxfp4 to bf16", 2.53125, 0.625, 2, TABLE, 1, evenly(8.5) | {"75": 15}),
-    Row(KERNEL, "mxfp4 to f16", 2.53125, 0.625, 2, TABLE, 1, evenly(8.5) | {"75": 8.7}, f16=True),
+    Row(KERNEL, "mxfp4 to f32", 4.53125, 0.625, 4, TABLE, 1, evenly(10)),
+    Row(KERNEL, "mxfp4 to bf16", 2.53125, 0.625, 2, TABLE, 1, evenly(8.1) | {"75": 15}),
+    Row(KERNEL, "mxfp4 to f16", 2.53125, 0.625, 2, TABLE, 1, evenly(8.1) | {"75": 8.7}, f16=True),
     Row(KERNEL, "int8 to bf16", 3, 1.125, 2, FACTOR, 2, evenly(6.2) | {"75": 13.5}),
 ]
