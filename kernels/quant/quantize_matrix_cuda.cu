@@ -251,13 +251,10 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
             const int64_t at = t * g.width * N;
             if (!turn.whole && c + at >= a.cols)
                 continue;
-            float absmax;
-            if constexpr (kind == POWERS)
-                absmax = matrix_power(quantized[t]);
-            else if constexpr (kind == NESTED)
-                absmax = matrix_nested(tables.map[quantized[t]], scales[t], offset);
-            else
-                absmax = scales[t];
+            const float absmax = kind == POWERS ? matrix_power(quantized[t])
+                                 : kind == NESTED
+                                     ? matrix_nested(tables.map[quantized[t]], scales[t], offset)
+                                     : scales[t];
             float x[N];
 #pragma unroll
             for (int e = 0; e < N; e++) {

@@ -59,6 +59,9 @@ def elements(codes=75, scales=12, shape=(5, 30), dtypes=(U8, U8, F16), to=1, siz
     torch.ops.headroom.dequantize_matrix(*given, *shape, to, size, nested, dtypes[2])
 
 
+MXFP4 = {"to": 4, "codes": 80, "scales": 5, "shape": (5, 32), "size": 32, "nested": False}
+
+
 def rope(q=(2, 4, 3, 8), k=(2, 2, 3, 8), cos=(3, 4), sin=None, dtypes=(F32,) * 4, ids=None, **how):
     shapes = q, k, cos, cos if sin is None else sin
     tensors = [t(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
@@ -117,6 +120,7 @@ GOOD = {
     elements: [
         *({}, {"nested": False}, {"size": 32, "scales": 16}),
         {"to": 3, "codes": 150, "scales": 20, "dtypes": (I8, U8, BF16), "nested": False},
+        MXFP4,
     ],
     rope: [
         *({"cos": (9, 8)}, {"cos": (2, 3, 8)}, {"cos": (1, 3, 8)}, {"ids": (3,)}, {"ids": (1, 3)}),
@@ -150,13 +154,15 @@ BAD = {
         {"stride": 2},
     ],
     few_bits: [
-        *({"dtype": F64}, {"shape": (5,)}, {"shape": (2, 3, 4)}, {"to": 0}, {"to": 4}, {"to": 3}),
+        *({"dtype": F64}, {"shape": (5,)}, {"shape": (2, 3, 4)}, {"to": 0}, {"to": 5}, {"to": 3}),
+        {"to": 4, "shape": (5, 32), "block_size": 32, "nested": False},
         *({"block_size": 16}, {"block_size": 96}, {"block_size": 8192}),
     ],
     elements: [
         *({"codes": 74}, {"scales": 16}, {"shape": (5, 32)}, {"shape": (-5, -30)}, {"to": 0}),
         *({"to": 3}, {"size": 16}, {"dtypes": (I8, U8, F16)}, {"dtypes": (U8, I8, F16)}),
-        {"dtypes": (U8, U8, F64)},
+        *({"dtypes": (U8, U8, F64)}, MXFP4 | {"size": 64}, MXFP4 | {"nested": True}),
+        *(MXFP4 | {"shape": (4, 40)}, MXFP4 | {"codes": 79}, MXFP4 | {"scales": 20}),
     ],
     rope: [
         *({"q": (3, 8)}, {"q": (1, 2, 4, 3, 8)}, {"k": (2, 2, 4, 8)}, {"k": (3, 2, 3, 8)}),

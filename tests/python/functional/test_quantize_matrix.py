@@ -286,7 +286,7 @@ def test_bad_inputs(device):
         (lambda: quantize(x, block_size=2**33 + 64), "block_size is"),
         (lambda: quantize(x.clone().requires_grad_()), "no derivative"),
         (lambda: torch.ops.headroom.quantize_matrix(x, 0, 64, False, False), "format is 0"),
-        (lambda: torch.ops.headroom.quantize_matrix(x, 4, 64, False, False), "format is 4"),
+        (lambda: torch.ops.headroom.quantize_matrix(x, 5, 64, False, False), "format is 5"),
         (lambda: torch.ops.headroom.quantize_matrix(x, 3, 64, True, False), "nested"),
         (bad(q, codes=q.codes[:-1]), "codes has 299 elements of .*, wanted 300"),
         (bad(q, codes=q.codes.view(torch.int8)), "codes has"),
