@@ -1,5 +1,7 @@
 """Experts of a mixture: forward and backward through autograd, beside transformers' default, which
-calls `torch.nn.functional.grouped_mm` with a copy of a token's row for each of its experts.
+calls `torch.nn.functional.grouped_mm` with a copy of a token's row for each of its experts; with
+frozen stacks in NF4, beside the same with bitsandbytes' parametrization, and with adapters, beside
+PEFT's of parameters, both of which make whole stacks.
 
 `python -m benchmarks.experts` prints what is kept for the backward pass, beside the formula, and
 the peak of memory above the inputs.
@@ -9,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._layers import held_bytes, trained
-from .harness import Bar, Case, Rotation, filled, sets_needed
+from .harness import Bar, Case, Contender, Rotation, Share, Unavailable, filled, sets_needed
+from .lora import PEAK, Layer
 
 F32, BF16 = torch.float32, torch.bfloat16
+RANK = 8
 SAVES = ("L0", "L1", "L2")
 
 
@@ -80,25 +84,162 @@ def headroom_experts(save: str) -> Callable[[Mixture], Tensor]:
     return mixture
 
 
+def apply_gate(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# What experts of transformers have besides their stacks.
+LAYOUT = dict(
+    has_gate=True,
+    has_bias=False,
+    is_transposed=False,
+    has_post_expert_norm=False,
+    _is_expert_parallel=False,
+    _apply_gate=apply_gate,
+)
+
+
 def grouped_mm(d: Mixture) -> Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    def apply_gate(both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, -1)
-        return F.silu(gate) * up
-
-    module = SimpleNamespace(
-        num_experts=len(d.down),
-        gate_up_proj=d.gate_up,
-        down_proj=d.down,
-        has_gate=True,
-        has_bias=False,
-        is_transposed=False,
-        has_post_expert_norm=False,
-        _is_expert_parallel=False,
-        _apply_gate=apply_gate,
-    )
+    stacks = {"gate_up_proj": d.gate_up, "down_proj": d.down}
+    module = SimpleNamespace(num_experts=len(d.down), **stacks, **LAYOUT)
     return grouped_mm_experts_forward(module, d.x, d.chosen, d.weight)  # pyright: ignore
+
+
+# ---- Frozen stacks in NF4, or with adapters ------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Experts as transformers holds them."""
+
+    def __init__(self, d: Mixture) -> None:
+        super().__init__()
+        self.num_experts = len(d.down)
+        self.gate_up_proj = nn.Parameter(d.gate_up.detach(), requires_grad=False)
+        self.down_proj = nn.Parameter(d.down.detach(), requires_grad=False)
+        vars(self).update(LAYOUT)
+
+    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(self, x, chosen, weight)
+
+
+Made = tuple[Callable[[Tensor], Tensor], list[Tensor]]  # a function of x, and adapters
+
+
+def few_bits(save: str) -> Callable[[Mixture], Made]:
+    def make(d: Mixture) -> Made:
+        from headroom.functional import experts, quantize_matrix
+
+        gate_up, down = quantize_matrix(d.gate_up), quantize_matrix(d.down)
+        return lambda x: experts(x, d.chosen, d.weight, gate_up, down, save=save), []
+
+    return make
+
+
+def bitsandbytes(d: Mixture) -> Made:
+    try:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    except ImportError as error:
+        raise Unavailable("bitsandbytes is not installed") from error
+    module = Experts(d)
+    for name in ("gate_up_proj", "down_proj"):
+        replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+    return lambda x: module(x, d.chosen, d.weight), []
+
+
+def adapters(save: str) -> Callable[[Mixture], Made]:
+    def make(d: Mixture) -> Made:
+        from headroom.functional import experts
+
+        def pair(stack: Tensor) -> list[Tensor]:
+            count, outputs, inputs = stack.shape
+            sizes = (count, RANK, inputs), (count, outputs, RANK)
+            return [filled(torch.Size(s).numel(), F32, stack.device).view(s) for s in sizes]
+
+        a, b, second_a, second_b = (
+            t.mul_(0.01).requires_grad_() for t in (*pair(d.gate_up), *pair(d.down))
+        )
+        own = {"gate_up_adapter": (a, b, 1.0), "down_adapter": (second_a, second_b, 1.0)}
+
+        def call(x: Tensor) -> Tensor:
+            return experts(x, d.chosen, d.weight, d.gate_up, d.down, **own, save=save)
+
+        return call, [a, b, second_a, second_b]
+
+    return make
+
+
+def peft(d: Mixture) -> Made:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise Unavailable("not installed") from error
+    config = LoraConfig(
+        r=RANK, lora_alpha=RANK, init_lora_weights=False, target_modules=[],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )  # fmt: skip
+    model: nn.Module = nn.ModuleDict({"experts": Experts(d)})
+    model = inject_adapter_in_model(config, model)
+    own = [p.requires_grad_() for n, p in model.named_parameters() if "lora" in n]
+    for p in own:
+        p.data = p.data.float() * 0.01
+    module = model.get_submodule("experts")
+    return lambda x: module(x, d.chosen, d.weight), own
+
+
+FROZEN = {
+    "nf4": {
+        "headroom": few_bits("L1"),
+        "headroom, input kept": few_bits("L2"),
+        "bitsandbytes": bitsandbytes,
+    },
+    "lora": {"headroom": adapters("L1"), "headroom, input kept": adapters("L2"), "PEFT": peft},
+}
+
+
+def layer_of(
+    make: Callable[[Mixture], Made], sizes: Sizes, dtype: torch.dtype, device: Any
+) -> Layer:
+    d = sizes.allocate(dtype, False, device)
+    call, own = make(d)
+    return Layer(d.x, d.dy, call, [d.weight, *own])
+
+
+def step(d: Layer) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(d.call(d.x), (d.x, *d.trained), d.dy)
+
+
+def frozen_case(kind: str, dtype: torch.dtype, used: Sizes) -> Case:
+    *_, rival = FROZEN[kind]
+
+    def setup(device: torch.device) -> dict[str, Callable[[], Contender]]:
+        held = sum(t.nbytes for t in used.allocate(dtype, False, torch.device("meta")))
+
+        def contender(make: Callable[[Mixture], Made]) -> Contender:
+            sets = range(sets_needed(held, device))
+            data = Rotation([layer_of(make, used, dtype, device) for _ in sets])
+            call = trained(data, lambda d: d.call(d.x), lambda d: (d.x, *d.trained), lambda d: d.dy)
+            call.counts = lambda: {PEAK: held_bytes(lambda: step(data.next()), device)[1]}
+            return call
+
+        return {n: lambda make=make: contender(make) for n, make in FROZEN[kind].items()}
+
+    name = "f32" if dtype == F32 else "bf16"
+    what = (
+        f"experts forward and backward, {used.tokens:,} tokens of {used.hidden:,}, {used.slots} of "
+        f"{used.experts} experts of {used.features:,}, frozen, "
+        + ("in NF4" if kind == "nf4" else f"with adapters of rank {RANK}")
+    )
+    bars = [
+        Bar("ratio", 1.0 if kind == "nf4" else 1.4, "cpu"),
+        Share(PEAK, "headroom, input kept", rival, 0.35, "cpu"),
+    ]
+    flops = used.flops(False)
+    return Case(f"{kind}-{name}", f"{what}, {name}", setup, rival, flops, "flop", dtype, bars)
 
 
 CONTENDERS = {
@@ -133,7 +274,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         flops = used.flops(trains)
         return Case(f"{name}-{state}", what, setup, "grouped_mm", flops, "flop", dtype, bars)
 
-    return [case(dtype, trains) for dtype in (F32, BF16) for trains in (False, True)]
+    dense = [case(dtype, trains) for dtype in (F32, BF16) for trains in (False, True)]
+    small = Sizes(9, 2, 4, 16, 24) if quick else BLOCK
+    return dense + [frozen_case(kind, dtype, small) for kind in FROZEN for dtype in (F32, BF16)]
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -167,6 +310,12 @@ def main() -> None:
                     cpu,
                 )
                 print(f"  {contender:22} {peak / 2**20:8.2f}")
+        for kind, makers in FROZEN.items():
+            print(f"peak above the inputs, {kind}, {name}, in MiB")
+            for contender, make in makers.items():
+                d = layer_of(make, BLOCK, dtype, cpu)
+                step(d)
+                print(f"  {contender:22} {held_bytes(lambda d=d: step(d), cpu)[1] / 2**20:8.2f}")
 
 
 if __name__ == "__main__":
