@@ -172,7 +172,7 @@ TEST_P(LinearCrossEntropyRefused, BadInputsOfAMatrixAreRefused)
          [](Call &r) { r.few_bits->matrix.rows = 12; }},
         {"config->matrix is f32 \\[11, 5\\], wanted", [](Call &r) { r.few_bits->matrix.cols = 5; }},
         {"config->matrix is bf16", [](Call &r) { r.few_bits->matrix.dtype = HR_BF16; }},
-        {"matrix->format is 4", [](Call &r) { r.few_bits->matrix.format = hr_format(4); }},
+        {"matrix->format is 5", [](Call &r) { r.few_bits->matrix.format = hr_format(5); }},
         {"matrix->data is NULL", [](Call &r) { r.few_bits->matrix.data = nullptr; }},
         {"matrix->absmax is NULL", [](Call &r) { r.few_bits->matrix.absmax = nullptr; }},
         {"matrix->size is 3", [](Call &r) { r.few_bits->matrix.size = 3; }},

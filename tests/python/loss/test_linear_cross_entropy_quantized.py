@@ -188,7 +188,7 @@ def test_bad_inputs():
         (few, call(codes=None)),
         (few, call(scales=None)),
         ("wanted weight, and neither codes nor scales, for format 0", call(format=0)),
-        ("format is 4, wanted 1", call(format=4)),
+        ("format is 5, wanted 1", call(format=5)),
         ("format is -1, wanted 1", call(format=-1)),
         ("block_size is 48, wanted a power of two", call(block_size=48)),
         ("nested is true, but only", call(format=3)),

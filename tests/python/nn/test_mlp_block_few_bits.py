@@ -164,7 +164,7 @@ def test_bad_inputs():
         (few, call(up_scales=None)),
         (few, call(down=tensors["down_weight"])),
         ("wanted gate_up and down, and neither codes nor scales, for format 0", call(format=0)),
-        ("format is 4", call(format=4)),
+        ("format is 5", call(format=5)),
         ("have different formats", public(up_weight=quantize_matrix(tensors["up_weight"], "fp4"))),
         ("codes has", public(down_weight=replace(codes["down_weight"], shape=(24, 41)))),
     ):
