@@ -149,7 +149,7 @@ def parameter_classes() -> tuple[type, ...]:
 def held_of(module: nn.Module) -> Held | HeldExperts | None:
     """Returns what holds the matrix of a patched layer, or the stacks of experts; None for any
     other module."""
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     is_ours = getattr(forward, "func", None) in (bitsandbytes_forward, bitsandbytes_experts_forward)
     return forward.args[1] if is_ours else None
 

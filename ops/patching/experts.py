@@ -55,8 +55,10 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
         if not all(isinstance(getattr(module, name, None), bool) for name in LAYOUT):
             continue
         dense = without_parametrizations(module)
-        parametrized = "its stacks are parametrized, and not by bitsandbytes alone"
-        reason = parametrized if dense is None else _obstacle(dense)
+        if dense is None:
+            found[module] = "its stacks are parametrized, and not by bitsandbytes alone"
+            continue
+        reason = _obstacle(dense)
         if reason is None and module in adapted:
             reason = "it has adapters of PEFT, which make its whole stacks"
         if reason is not None:
