@@ -65,8 +65,9 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         if p.grad is not None:
             yield "gradients", name, p.grad
     for name, module in model.named_modules():
-        if (held := held_of(module)) is not None and held.found is not None:
-            yield "parameters", f"{name}.scales", held.found.scales
+        held = held_of(module)
+        for scales in [] if held is None else held.scales:
+            yield "parameters", f"{name}.scales", scales
     for name, tensor in model.named_buffers():
         yield "buffers", name, tensor
 

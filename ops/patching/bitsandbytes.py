@@ -16,6 +16,7 @@ from ..functional.linear_quantized import linear_quantized
 from ..functional.quantize_matrix import QuantizedMatrix
 from ..nn.bitsandbytes import matrix_of
 from ..nn.fused import is_untouched, known
+from .bitsandbytes_experts import HeldExperts, bitsandbytes_experts_forward
 from .changes import Changes
 from .report import PatchReport
 
@@ -51,6 +52,15 @@ class Held:
         if q is not None:
             found.found = dataclasses.replace(q, codes=fake(q.codes), scales=fake(q.scales))
         return found
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """Returns the scales of the matrix, in a list."""
+        return [] if self.found is None else [self.found.scales]
+
+    def hold(self, layer: Any) -> None:
+        """Looks for the matrix, if it is not held."""
+        self.matrix(layer)
 
     def matrix(self, layer: Any) -> QuantizedMatrix:
         """Returns the matrix.
@@ -136,10 +146,12 @@ def parameter_classes() -> tuple[type, ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def held_of(module: nn.Module) -> Held | None:
-    """Returns what holds the matrix of a patched layer; None for any other module."""
-    forward = vars(module).get("forward")
-    return forward.args[1] if getattr(forward, "func", None) is bitsandbytes_forward else None
+def held_of(module: nn.Module) -> Held | HeldExperts | None:
+    """Returns what holds the matrix of a patched layer, or the stacks of experts; None for any
+    other module."""
+    forward: Any = vars(module).get("forward")
+    is_ours = getattr(forward, "func", None) in (bitsandbytes_forward, bitsandbytes_experts_forward)
+    return forward.args[1] if is_ours else None
 
 
 def swap_bitsandbytes(model: nn.Module, changes: Changes, report: PatchReport) -> None:
@@ -172,7 +184,7 @@ def matrix_for(layer: nn.Module, x: Tensor) -> QuantizedMatrix | None:
     """Returns the matrix of a layer whose ``forward`` is that above and computes in the dtype of
     ``x``; None for any other."""
     held = held_of(layer)
-    if held is None or not is_untouched(layer):
+    if not isinstance(held, Held) or not is_untouched(layer):
         return None
     if getattr(layer, "compute_dtype", None) not in (None, x.dtype):
         return None

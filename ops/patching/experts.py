@@ -24,6 +24,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._core.surroundings import is_plain
 from ..nn.experts import ExpertsRule, QuantizedExperts, expert_count, experts_forward
 from ..nn.fused import is_untouched
+from .bitsandbytes_experts import (
+    HeldExperts,
+    bitsandbytes_experts_forward,
+    without_parametrizations,
+)
 from .changes import Changes, patched_names
 from .report import PatchReport
 from .routing import choosing_forward
@@ -49,7 +54,11 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
     for module in model.modules():
         if not all(isinstance(getattr(module, name, None), bool) for name in LAYOUT):
             continue
-        reason = _obstacle(module)
+        dense = without_parametrizations(module)
+        if dense is None:
+            found[module] = "its stacks are parametrized, and not by bitsandbytes alone"
+            continue
+        reason = _obstacle(dense)
         if reason is None and module in adapted:
             reason = "it has adapters of PEFT, which make its whole stacks"
         if reason is not None:
@@ -58,9 +67,9 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
         if isinstance(module, QuantizedExperts):
             found[module] = module.rule
             continue
-        key = _key(module)
+        key = _key(dense)
         if key not in tried:
-            tried[key] = _recognized(module)
+            tried[key] = _recognized(dense)
         found[module] = tried[key]
     return found
 
@@ -79,8 +88,6 @@ def _obstacle(module: Any) -> str | None:
         return "something else has replaced its forward"
     if isinstance(module, QuantizedExperts):
         return None
-    if is_parametrized(module):
-        return "its stacks are parametrized, as by bitsandbytes in 4 bits"
     if not all(is_plain(p) for p in module._parameters.values() if p is not None):
         return "its weights are tensors of another class, such as DTensors"
     if not all(map(is_untouched, module.children())):
@@ -249,6 +256,14 @@ def swap_experts(
             report._leave(name, module, rule)
             continue
         forward = functools.partial(experts_forward, module, rule.at(save))
+        if is_parametrized(module):
+            held = HeldExperts(rule.at(save))
+            try:
+                held.hold(module)
+            except ValueError as error:
+                report._leave(name, module, f"its stacks cannot be read: {error}")
+                continue
+            forward = functools.partial(bitsandbytes_experts_forward, module, held)
         changes.set(module, "forward", forward)
         report._swap(name, module, "experts", "headroom.functional.experts")
 
@@ -263,7 +278,7 @@ def keep_choices(
             rule = found.get(held)
             if rule is None or isinstance(rule, str):
                 continue
-            count = expert_count(held, rule)
+            count = expert_count(without_parametrizations(held), rule)
             own = vars(module).get("forward")
             forward = functools.partial(choosing_forward, module, own, count)
             changes.set(module, "forward", forward)

@@ -63,7 +63,7 @@ def patch(
         glu: whether gated units are swapped, in known architectures.
         rope: whether rotary embeddings are swapped, in known architectures.
         experts: whether the experts of mixtures of transformers are swapped, for
-            :func:`headroom.functional.experts`.
+            :func:`headroom.functional.experts`; those that bitsandbytes holds in 4 bits too.
         loss: whether language models of transformers compute their loss by
             :func:`headroom.linear_cross_entropy`, without logits; or a dict of its options, such as
             ``{"z_loss": 1e-4}``, which hold in training. ``outputs.logits`` is then None in

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.module_copies import deepcopy_with
 from ..patching.bitsandbytes import Held, parameter_classes
+from ..patching.bitsandbytes_experts import HeldExperts
 from ..step.errors import PlanError
 
 __all__ = ["Copier", "copy_attributes"]
@@ -116,7 +117,7 @@ def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:
     added: dict[type, Callable[..., Any]] = {
         kind: lambda x, memo: copier.fake(x) for kind in (*_PLAIN, *parameter_classes())
     }
-    added[Held] = lambda held, memo: held.faked(copier.fake)
+    added |= {kind: lambda x, memo: x.faked(copier.fake) for kind in (Held, HeldExperts)}
     shared = (torch._C.Generator, type(threading.Lock()), type(threading.RLock()))
     added |= {kind: lambda x, memo: x for kind in shared}
     return deepcopy_with(added)

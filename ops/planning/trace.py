@@ -120,11 +120,9 @@ def _hold_bitsandbytes(model: nn.Module) -> None:
     """Lets patched layers of bitsandbytes look for their matrices, which they cannot do on fakes.
     Raises for layers that compute by functions of bitsandbytes, which have no fakes."""
     for name, module in model.named_modules():
-        if not is_bitsandbytes(module):
-            continue
         if (held := held_of(module)) is not None:
-            held.matrix(module)
-        else:
+            held.hold(module)
+        elif is_bitsandbytes(module):
             raise PlanError(
                 f"'{name}' is a {type(module).__name__} of bitsandbytes, whose functions cannot be "
                 "followed on fakes: call headroom.patch(model) first, which reads its weight where "

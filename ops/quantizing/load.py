@@ -155,13 +155,20 @@ def _take_form(name: str, one: Holder, own: Mapping[str, Entry | Stack]) -> None
         take_shape(one, "int8" if is_8bit else "nf4")
         return
     found = []
-    for weight, entry in zip(one.weights.values(), blocks):
-        assert entry is not None
+    for (key, weight), entry in zip(one.weights.items(), blocks):
+        assert entry is not None and one.rule is not None
         made = [
             torch.empty(shape, dtype=torch.uint8, device="meta")
             for shape in (entry.shape, entry.shape[:-1])
         ]
-        found.append(mxfp4_matrix(*made, dtype=weight.dtype))
+        q = mxfp4_matrix(*made)  # which is exact in bfloat16, whatever the model is made in
+        wanted = weight.mT if one.rule.options["transposed"] else weight
+        if q.shape != wanted.shape:
+            raise ValueError(
+                f"'{joined(name, key)}' is {[*q.shape]} in the files, and {[*wanted.shape]} in the "
+                "model, [experts, out, in]"
+            )
+        found.append(q)
     one.take(*found)
 
 

@@ -130,7 +130,7 @@ CASES = {
     "parametrized": (
         dict(),
         lambda m: nn.utils.parametrize.register_parametrization(m, "down_proj", nn.Identity()),
-        "parametrized, as by bitsandbytes",
+        "parametrized, and not by bitsandbytes alone",
     ),
     "of a subclass": (
         dict(),

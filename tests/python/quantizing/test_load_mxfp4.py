@@ -116,6 +116,11 @@ def test_gradients_are_those_of_decoded_stacks_at_every_level(tmp_path):
         ("gate_up_proj_scales", None, "has blocks .* and scales None in the files"),
         ("gate_up_proj_blocks", None, "experts' has .'down_proj'. in few bits in"),
         ("down_proj_scales", lambda x: x[:-1].clone(), "wanted .experts, out, in / 32, 16"),
+        (
+            "gate_up_proj_blocks",
+            lambda x: x.transpose(1, 2).contiguous(),
+            "has blocks .6, 1, 64, 16. and scales .6, 64, 1. in",
+        ),
         ("down_proj_scales", lambda x: x.fill_(255), "'down_proj_scales' must have finite numbers"),
         (
             "down_proj_blocks",
