@@ -22,9 +22,10 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._core.surroundings import is_plain
-from ..nn.experts import ExpertsRule, QuantizedExperts, expert_count, experts_forward
+from ..nn.experts import ExpertsRule, QuantizedExperts, experts_forward, stack_shape
 from ..nn.fused import is_untouched
 from .changes import Changes, patched_names
+from .peft_experts import param_wrappers, peft_experts_forward, wrapper_obstacle
 from .report import PatchReport
 from .routing import choosing_forward
 
@@ -43,34 +44,27 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
     with its rule, or why it is left as it is."""
     if INTERFACE not in sys.modules:
         return {}
-    adapted = set(_adapted(model))
+    wrappers = param_wrappers(model)
     tried: dict[Any, ExpertsRule | str] = {}
     found = {}
     for module in model.modules():
         if not all(isinstance(getattr(module, name, None), bool) for name in LAYOUT):
             continue
         reason = _obstacle(module)
-        if reason is None and module in adapted:
-            reason = "it has adapters of PEFT, which make its whole stacks"
         if reason is not None:
             found[module] = reason
             continue
         if isinstance(module, QuantizedExperts):
-            found[module] = module.rule
-            continue
-        key = _key(module)
-        if key not in tried:
-            tried[key] = _recognized(module)
-        found[module] = tried[key]
+            rule = module.rule
+        else:
+            key = _key(module)
+            if key not in tried:
+                tried[key] = _recognized(module)
+            rule = tried[key]
+        if isinstance(rule, ExpertsRule) and module in wrappers:
+            rule = wrapper_obstacle(wrappers[module], rule) or rule
+        found[module] = rule
     return found
-
-
-def _adapted(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules whose parameters have adapters of PEFT."""
-    for module in model.modules():
-        layer: Any = module
-        if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_base_layer"):
-            yield layer.get_base_layer()
 
 
 def _obstacle(module: Any) -> str | None:
@@ -239,7 +233,7 @@ def swap_experts(
         found: what :func:`found_experts` returned.
         save: what they keep, as in :func:`headroom.functional.experts`.
     """
-    within = set(inside.modules())
+    within, wrappers = set(inside.modules()), param_wrappers(inside)
     for name, module in model.named_modules():
         rule = found.get(module)
         if rule is None or module not in within or report._is_claimed(module):
@@ -250,6 +244,10 @@ def swap_experts(
             continue
         forward = functools.partial(experts_forward, module, rule.at(save))
         changes.set(module, "forward", forward)
+        if module in wrappers:
+            outer = wrappers[module][0]
+            forward = functools.partial(peft_experts_forward, outer, rule.at(save))
+            changes.set(outer, "forward", forward)
         report._swap(name, module, "experts", "headroom.functional.experts")
 
 
@@ -260,10 +258,18 @@ def keep_choices(
     the same when the block is computed again."""
     for module in block.modules():
         for held in module.children():
-            rule = found.get(held)
-            if rule is None or isinstance(rule, str):
+            experts = _inner(held)
+            rule = found.get(experts)
+            if rule is None or isinstance(rule, str) or _inner(module) is experts:
                 continue
-            count = expert_count(held, rule)
+            count = stack_shape(experts, rule, rule.stacks[0])[0]
             own = vars(module).get("forward")
             forward = functools.partial(choosing_forward, module, own, count)
             changes.set(module, "forward", forward)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Returns what is inside of the modules around it that hold adapters."""
+    while (base := module._modules.get("base_layer")) is not None:
+        module = base
+    return module
