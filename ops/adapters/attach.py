@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..nn.lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear, is_embedding
+from ..nn.experts import ExpertsRule
+from ..nn.lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear, is_embedding, takes_adapters
+from ..nn.lora_experts import LoRAExperts
+from ..nn.lora_weight import LoRAWeight
 from ..nn.switched import Switched, activate, is_in, replace, switched
 from ..nn.torch_encoder import call_linears
 from ..nn.trained_copy import TrainedCopy
@@ -24,10 +27,13 @@ def attach(
     name: str,
     dtype: torch.dtype | None,
     copied: Iterable[str] = (),
+    stacks: Mapping[str, Mapping[str, Adapter]] | None = None,
+    rules: Mapping[str, ExpertsRule | str] | None = None,
 ) -> None:
     """Adds an adapter to layers of a model, which become :class:`LoRALinear` or
-    :class:`LoRAEmbedding` if they are none, and copies of modules, which become
-    :class:`TrainedCopy`. The adapter is the only one that is active, and all else is frozen.
+    :class:`LoRAEmbedding` if they are none, to modules of experts, which become
+    :class:`LoRAExperts`, and copies of modules, which become :class:`TrainedCopy`. The adapter is
+    the only one that is active, and all else is frozen.
     An embedding and an output head that have one weight get one adapter, or one copy, if both are
     named. Callers take back by ``all_or_nothing`` what an interrupted call has done.
 
@@ -37,6 +43,8 @@ def attach(
         name: of the adapter.
         dtype: of A and B.
         copied: names of modules of which the adapter trains a copy.
+        stacks: the numbers for each stack of matrices, by the names of the module and the stack.
+        rules: what experts compute, by the names of their modules.
 
     Raises:
         TypeError: a weight is a DTensor.
@@ -49,7 +57,8 @@ def attach(
     taken = isinstance(name, str) and any(hasattr(one, name) for one in held_in)
     if not isinstance(name, str) or not name or "." in name or taken:
         raise ValueError(f"name is {name!r}, wanted one that a module may have, without a dot")
-    places = [*dict.fromkeys([*wanted, *copied])]
+    stacks, rules = stacks or {}, rules or {}
+    places = [*dict.fromkeys([*wanted, *stacks, *copied])]
     modules: dict[str, Any] = {path: model.get_submodule(path) for path in places}
     if "" in modules:
         raise ValueError("the model is itself the layer: give a module that holds it")
@@ -62,17 +71,24 @@ def attach(
     wholes = {path: modules[path] for path in copied}
     heads = tied_heads(model)
     for path, one in wholes.items():
-        _check_copied(path, one, {*wanted}, {*wholes, *switched(model)} - {path})
+        _check_copied(path, one, {*wanted, *stacks}, {*wholes, *switched(model)} - {path})
         _refuse_shared(model, path, one, one.parameters(), _tied(path, heads) & {*wholes})
     for path in wanted:
         # A weight that weight_norm or pruning computes is no parameter.
         weight = modules[path]._parameters.get("weight")
         params = [] if weight is None else [weight]
         _refuse_shared(model, path, modules[path], params, _tied(path, heads) & {*wanted})
+    for path, adapters in stacks.items():
+        params = [modules[path]._parameters.get(stack) for stack in adapters]
+        _refuse_shared(model, path, modules[path], [p for p in params if p is not None], ())
     heads = {head: one for head, one in heads.items() if head in wanted}
     for head, embedding in heads.items():
         _check_tied(head, embedding, wanted[head], wanted[embedding])
-    around = {path: _around(modules[path], path in wanted) for path in modules if path not in heads}
+    around: dict[str, Any] = {
+        path: _around(one, path in wanted, rules.get(path) if path in stacks else None)
+        for path, one in modules.items()
+        if path not in heads
+    }
     for head, embedding in heads.items():
         one = modules[head]
         tied = isinstance(one, LoRALinear)
@@ -87,8 +103,8 @@ def attach(
     replace(model, swaps)
     memo: dict[int, Any] = {}  # so that copies are tied as their modules are
     for path, one in around.items():
-        if path in wanted:
-            one.add_adapter(name, wanted[path], dtype)
+        if path in wanted or path in stacks:
+            one.add_adapter(name, wanted[path] if path in wanted else stacks[path], dtype)
         else:
             one.add_adapter(name, memo)
     for param in model.parameters():
@@ -97,13 +113,21 @@ def attach(
     call_linears(model)
 
 
-def _around(module: nn.Module, is_target: bool) -> Any:
-    """Returns what takes the place of a module, or the module itself if it has adapters already."""
+def _around(module: nn.Module, is_target: bool, rule: ExpertsRule | str | None = None) -> Any:
+    """Returns what takes the place of a module, or the module itself if it has adapters already.
+
+    Args:
+        rule: what it computes, if its stacks get an adapter.
+    """
     if isinstance(module, Switched):
         return module
+    if isinstance(rule, ExpertsRule):
+        return LoRAExperts(module, rule)
     if not is_target:
         return TrainedCopy(module)
-    return LoRAEmbedding(module) if is_embedding(module) else LoRALinear(module)
+    if is_embedding(module):
+        return LoRAEmbedding(module)
+    return LoRALinear(module) if takes_adapters(module) else LoRAWeight(module)
 
 
 def _check_copied(path: str, module: nn.Module, targets: set[str], others: set[str]) -> None:
@@ -123,7 +147,7 @@ def _check_copied(path: str, module: nn.Module, targets: set[str], others: set[s
     for other in targets | others:
         if is_in(path, other) or (is_in(other, path) and not isinstance(module, TrainedCopy)):
             raise ValueError(f"'{path}' is to train as a whole, and '{other}' has an adapter")
-    if isinstance(module, LoRALayer):
+    if isinstance(module, (LoRALayer, LoRAExperts)):
         raise ValueError(f"'{path}' is to train as a whole, and has an adapter")
 
 

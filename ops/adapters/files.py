@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._core.all_or_nothing import all_or_nothing
 from .._core.atomic import replacing
-from .._core.checks import check_module
+from .._core.checks import check_choice, check_module
 from .._core.dtensor import gathered
 from .._core.ranks import fsdp_class
 from .._core.text import quoted
 from ..nn.lora import Adapter, features_of, is_embedding, lora_layers, takes_adapters
+from ..nn.lora_experts import LoRAExperts
+from ..nn.lora_weight import LoRAWeight, holds_matrix
 from ..nn.quantized import QuantizedLinear
 from ..nn.switched import Switched, outside, switched
 from ..nn.trained_copy import TrainedCopy
+from ..quantizing.choice import joined
 from ..state.file.safetensors import entries_in, read, write_plain
 from .attach import attach
+from .expert_files import (
+    LAYOUTS,
+    names_parameter,
+    packed,
+    parameter_targets,
+    stack_tensors,
+    take_stacks,
+)
+from .experts import experts_in
 from .tying import inner, tied_heads, with_tied
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -57,7 +69,8 @@ DEFAULTS: dict[str, Any] = {
 }
 # Keys that are read, and those that say nothing about what given tensors compute.
 _READ = {
-    *("alpha_pattern", "lora_alpha", "lora_dropout", "modules_to_save", "use_dora", "use_rslora"),
+    *("alpha_pattern", "lora_alpha", "lora_dropout", "modules_to_save", "target_parameters"),
+    *("use_dora", "use_rslora"),
 }
 _WITHOUT_EFFECT = set(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
@@ -99,33 +112,52 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     check_module(model)
     model = _unwrapped(model)
     layers = {path: one for path, one in lora_layers(model).items() if name in one.adapters}
-    if not layers:
+    experts = {
+        path: one
+        for path, one in switched(model).items()
+        if isinstance(one, LoRAExperts) and name in one.adapters
+    }
+    if not layers and not experts:
         raise ValueError(f"the model has no adapter {name!r}")
-    tensors = {}
+    tensors, of_stacks = {}, {}
     for path, layer in layers.items():
         a, b = layer.matrices(name)
         lengths = layer.magnitude(name)
         kind = _EMBEDDING if is_embedding(layer) else _LINEAR
         found = dict(zip(kind, (a, b, *(() if lengths is None else (lengths,)))))
         tensors |= {f"{PREFIX}{path}.lora_{key}": value for key, value in found.items()}
+    for path, module in experts.items():
+        of_stacks |= stack_tensors(PREFIX + path, module, name)
     saved = _modules_to_save(model, name)
     for path, module in saved.items():
         tensors |= module.state_dict(prefix=f"{PREFIX}{path}.")
     tied = any(head in layers or head in saved for head in tied_heads(model))
     adapters = {path: one.adapters[name] for path, one in layers.items()}
-    config = _config(model, adapters, saved, tied)
+    by_stack = {
+        joined(path, stack): adapter
+        for path, one in experts.items()
+        for stack, adapter in one.adapters[name].items()
+    }
+    config = _config(model, adapters, by_stack, saved, tied)
     text = json.dumps(config, indent=2, sort_keys=True)
     place = os.path.join(folder, "" if name == "default" else name)
-    with gathered(dict(sorted(tensors.items()))) as whole:
+    with gathered(dict(sorted((tensors | of_stacks).items()))) as whole:
         if whole is None:
             return  # another rank writes
+        whole |= {key: packed(key, whole[key]) for key in of_stacks}
         write_plain(os.path.join(place, TENSORS), whole, {"format": "pt"})
         with replacing(os.path.join(place, CONFIG)) as number:
             with open(number, "w", encoding="utf-8", closefd=False) as file:
                 file.write(text)
 
 
-def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "default") -> None:
+def load_adapter(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    name: str = "default",
+    *,
+    experts_layout: Literal["peft", "peft-0.17", "unsloth"] | None = None,
+) -> None:
     """Adds an adapter from the files of PEFT, or of :func:`save_adapter`, to a model.
 
     As after :func:`headroom.lora` it is the only one that is active, and it trains, in float32,
@@ -135,6 +167,10 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
         model: has the layers; they may be quantized or have other adapters.
         folder: has both files, or has a folder called ``name`` that does.
         name: that the adapter gets.
+        experts_layout: how the file has the matrices of experts: "peft", as PEFT from 0.19.1 on,
+            "peft-0.17", as PEFT before it, with rows and columns exchanged, or "unsloth", as
+            Unsloth until September 2026, which no file says. None: one of the first two, as the
+            shapes of its tensors say, or its version of PEFT.
 
     Raises:
         OSError: a file cannot be read.
@@ -145,6 +181,8 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     Nothing is changed where it raises or is interrupted.
     """
     check_module(model)
+    if experts_layout is not None:
+        check_choice("experts_layout", experts_layout, LAYOUTS)
     place = os.fspath(folder)
     if not os.path.exists(os.path.join(place, CONFIG)):
         inside = os.path.join(place, name)
@@ -153,7 +191,11 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     entries = entries_in(os.path.join(place, TENSORS))
     tensors = {key: read(entry) for key, entry in entries.items()}
     parts, others = _parts(tensors)
-    _check_parts(model, parts, config["use_dora"])
+    rules = experts_in(model)
+    stacks = take_stacks(model, parts, rules, config, experts_layout, TENSORS)
+    _check_parts(model, parts, config["use_dora"], config["target_parameters"] or ())
+    if not parts and not stacks:
+        raise ValueError(f"{TENSORS} has no adapter")
     heads = tied_heads(model)
     matrices = {p: [b.t(), a.t()] if p in heads else [a, b] for p, (a, b, *_) in parts.items()}
     _check_tied(heads, matrices, "an adapter")
@@ -164,8 +206,20 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], name: str = "
     whole = {path: [state["weight"]] for path, state in copies.items() if "weight" in state}
     _check_tied(heads, whole, "a weight")
     wanted = {path: _adapter(path, len(found[0]), config) for path, found in parts.items()}
+    of_stacks = {
+        path: {
+            stack: _adapter(joined(path, stack), a.shape[1], config)
+            for stack, (a, _) in found.items()
+        }
+        for path, found in stacks.items()
+    }
     with all_or_nothing(model), torch.no_grad():
-        attach(model, wanted, name, torch.float32, copies)
+        attach(model, wanted, name, torch.float32, copies, of_stacks, rules)
+        for path, by_stack in stacks.items():
+            experts: Any = model.get_submodule(path)
+            for stack, matrices in by_stack.items():
+                for param, value in zip(experts.matrices(name, stack), matrices, strict=True):
+                    param.copy_(value)
         for path, found in parts.items():
             layer: Any = model.get_submodule(path)
             if path in heads:
@@ -190,9 +244,17 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _config(
-    model: nn.Module, adapters: Mapping[str, Adapter], saved: Iterable[str], tied: bool
+    model: nn.Module,
+    layers: Mapping[str, Adapter],
+    stacks: Mapping[str, Adapter],
+    saved: Iterable[str],
+    tied: bool,
 ) -> dict[str, Any]:
-    """Returns what PEFT writes for these adapters of layers."""
+    """Returns what PEFT writes for these adapters of layers, and of parameters of experts."""
+    kinds = {path: isinstance(model.get_submodule(path), LoRAWeight) for path in layers}
+    weights = {joined(path, "weight"): layers[path] for path, is_one in kinds.items() if is_one}
+    layers = {path: layers[path] for path, is_one in kinds.items() if not is_one}
+    adapters = {**layers, **weights, **stacks}
     ranks = {path: one.rank for path, one in adapters.items()}
     alphas = {path: _whole(one.alpha) for path, one in adapters.items()}
     rank, alpha = _most(ranks), _most(alphas)
@@ -209,7 +271,8 @@ def _config(
         "modules_to_save": [*saved] or None,
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
-        "target_modules": _targets(model, adapters),
+        "target_modules": _targets(model, layers),
+        "target_parameters": parameter_targets(model, [*weights, *stacks]),
         "use_dora": _one("dora", [one.dora for one in adapters.values()]),
         "use_rslora": _one("rslora", [one.rslora for one in adapters.values()]),
     }
@@ -310,11 +373,13 @@ def _read_config(path: str) -> dict[str, Any]:
             f"{path}: {quoted(repr(key))} is {quoted(repr(value))}, which changes the numbers of a "
             "model and is not supported"
         )
-    config = DEFAULTS | config
-    names, alphas = config["modules_to_save"], config["alpha_pattern"]
-    are_names = isinstance(names, list) and all(isinstance(one, str) and one for one in names)
+    config = DEFAULTS | {"peft_version": None} | config
+    alphas = config["alpha_pattern"]
     for key, wanted, is_it in (
-        ("modules_to_save", "a list of names, or null", names is None or are_names),
+        *(
+            (key, "a list of names, or null", config[key] is None or _are_names(config[key]))
+            for key in ("modules_to_save", "target_parameters")
+        ),
         ("alpha_pattern", "an object of expressions and numbers", isinstance(alphas, dict)),
         ("use_dora", "true or false", isinstance(config["use_dora"], bool)),
         ("use_rslora", "true or false", isinstance(config["use_rslora"], bool)),
@@ -331,6 +396,10 @@ def _read_config(path: str) -> dict[str, Any]:
                 f"regular expression: {error}"
             ) from error
     return config
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) and one for one in value)
 
 
 def _at_the_end(pattern: str) -> str:
@@ -376,17 +445,24 @@ def _parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], dict
     return {path: [parts[k] for k in sorted(parts)] for path, parts in found.items()}, others
 
 
-def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool) -> None:
+def _check_parts(
+    model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool, targets: Iterable[str]
+) -> None:
     for path, (a, b, *lengths) in found.items():
         layer = _submodule(model, path)
-        if not (takes_adapters(layer) or is_embedding(layer)):
+        is_layer = takes_adapters(layer) or is_embedding(layer)
+        if not is_layer and not (holds_matrix(layer) and names_parameter(path, "weight", targets)):
             raise ValueError(
                 f"{TENSORS}: '{path}' is a {type(layer).__name__}, no linear layer or embedding"
             )
         for one in (a, b, *lengths):
             if not one.is_floating_point():
                 raise ValueError(f"{TENSORS}: '{path}' has {one.dtype}, wanted floats")
-        columns, rows = features_of(layer)
+        if is_layer:
+            columns, rows = features_of(layer)
+        else:
+            base: Any = inner(layer)
+            rows, columns = base.weight.shape
         if a.dim() != 2 or a.shape != (len(a), columns) or b.shape != (rows, len(a)):
             raise ValueError(
                 f"{TENSORS}: lora_A {[*a.shape]} and lora_B {[*b.shape]} of '{path}' do not fit "
@@ -398,8 +474,6 @@ def _check_parts(model: nn.Module, found: Mapping[str, list[Tensor]], dora: bool
                 f"{TENSORS}: lora_magnitude_vector of '{path}' has shapes {shapes}, and with "
                 f"use_dora={dora} there should be {[[rows]] * dora}"
             )
-    if not found:
-        raise ValueError(f"{TENSORS} has no adapter")
 
 
 _UNTIED = (

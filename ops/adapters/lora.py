@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,8 +15,9 @@ from .._core.checks import check_module, list_of_names
 from .._core.registration import FLOATS
 from ..nn.lora import Adapter, is_embedding, takes_adapters
 from ..nn.switched import is_in, outside
-from ..quantizing.choice import EXPERTS, HEAD, ROUTER, heads, is_of_experts, joined
+from ..quantizing.choice import HEAD, ROUTER, heads, joined
 from .attach import attach
+from .experts import check_experts, chosen_stacks, experts_in, left_experts, stacks_of
 from .report import Adapted, Copied, LoRAReport, Unadapted
 from .tying import tied_heads, with_tied
 
@@ -32,6 +34,7 @@ def lora(
     rslora: bool = False,
     dora: bool = False,
     modules_to_save: Iterable[str] = (),
+    experts: bool | int | None = None,
     dtype: torch.dtype = torch.float32,
     name: str = "default",
 ) -> LoRAReport:
@@ -41,7 +44,8 @@ def lora(
     Layers become :class:`headroom.nn.LoRALinear`, whose product is at first that of the layer. They
     may be ``nn.Linear``, :class:`headroom.nn.Linear`, ``Linear4bit`` and ``Linear8bit``, Conv1D of
     transformers, and layers of bitsandbytes; embeddings that are named become
-    :class:`headroom.nn.LoRAEmbedding`. A model that has adapters gets another; the new one
+    :class:`headroom.nn.LoRAEmbedding`, and experts of mixtures, which are asked for or named,
+    :class:`headroom.nn.LoRAExperts`. A model that has adapters gets another; the new one
     is then the only one that is active and trains (:func:`headroom.adapters.use_adapters`). Make
     the optimizer afterwards, over the parameters that require gradients.
 
@@ -55,13 +59,18 @@ def lora(
         alpha: B A is multiplied with ``alpha / rank``; None: ``rank``, so with 1.
         targets: as PEFT reads it: names of linear layers and embeddings, or their ends after a
             dot; a string is a regular expression for whole names; "all-linear" is all linear
-            layers but the output head and routers of experts.
+            layers but the output head and routers of experts. Names of stacks of experts, such
+            as "experts.down_proj", choose these, as PEFT's ``target_parameters``; one that linear
+            layers have too means those alone, but with ``experts``.
         dropout: the probability with which elements of x are zero in front of A, in training.
         rslora: multiply with ``alpha / sqrt(rank)``.
         dora: train the lengths of rows of the sums too (DoRA); then one adapter is active at a
             time.
         modules_to_save: names of modules, or their ends after a dot, of which the adapter trains
             a copy, such as an output head; they become :class:`headroom.nn.TrainedCopy`.
+        experts: the rank of adapters of experts, or True for ``rank`` divided by the number of
+            experts of a token, and at least 1; ``alpha`` is smaller in the same ratio. All stacks
+            get one if ``targets`` name none. None: only stacks that are named, with ``rank``.
         dtype: of A and B. x is not cast to it: they are, to the dtype of x, for each product.
         name: of the adapter, without dots.
 
@@ -79,18 +88,31 @@ def lora(
     check_module(model)
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
+    check_experts(experts)
     adapter = Adapter(rank, rank if alpha is None else alpha, dropout, rslora, dora)
-    tied = tied_heads(model)
+    tied, rules = tied_heads(model), experts_in(model)
     wholes = with_tied(_named(model, modules_to_save), tied)
-    chosen, left = _choose(model, targets, wholes, tied)
+    chosen, named, left = _choose(model, targets, wholes, tied, [*stacks_of(rules)], bool(experts))
+    stacks = chosen_stacks(model, rules, experts, named, adapter)
+    if not chosen and not stacks:
+        raise ValueError(f"targets is {targets!r}: {type(model).__name__} has no such linear layer")
+    left += left_experts(
+        model, rules, stacks, bool(stacks), lambda path: any(is_in(path, one) for one in wholes)
+    )
     with all_or_nothing(model):
-        attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes)
+        attach(model, dict.fromkeys(chosen, adapter), name, dtype, wholes, stacks, rules)
         adapted, copied = [], []
         for path in chosen:
             layer: Any = model.get_submodule(path)
             numel = sum(param.numel() for param in layer.trained(name))
             was = type(layer.base_layer).__name__
             adapted.append(Adapted(path, was, rank, numel, tied.get(path)))
+        for path, adapters in stacks.items():
+            layer = model.get_submodule(path)
+            was = type(layer.base_layer).__name__
+            for stack, numbers in adapters.items():
+                numel = sum(param.numel() for param in layer.matrices(name, stack))
+                adapted.append(Adapted(joined(path, stack), was, numbers.rank, numel))
         for path in wholes:
             one: Any = model.get_submodule(path)
             params = one.trained(name)
@@ -117,58 +139,87 @@ def _named(model: nn.Module, ends: Iterable[str]) -> list[str]:
 
 
 def _choose(
-    model: nn.Module, targets: str | Iterable[str], wholes: list[str], tied: Mapping[str, str]
-) -> tuple[list[str], list[Unadapted]]:
-    """Returns the names of the layers that targets mean, and the other linear layers.
+    model: nn.Module,
+    targets: str | Iterable[str],
+    wholes: list[str],
+    tied: Mapping[str, str],
+    stacks: list[str],
+    both: bool,
+) -> tuple[list[str], list[str], list[Unadapted]]:
+    """Returns the names of the layers that targets mean, those of the stacks of experts that they
+    mean, and the other linear layers.
+
+    Args:
+        stacks: the names of all stacks.
+        both: whether a target that linear layers match means the stacks that it matches, too.
 
     Raises:
         TypeError: targets are neither names nor an expression.
         ValueError: a target names no layer, or is no regular expression.
     """
-    layers, others = _layers(model)
+    layers, left = _layers(model)
     linears = {path: one for path, one in layers.items() if takes_adapters(one)}
     copied = {path for path in layers if any(is_in(path, whole) for whole in wholes)}
     reasons: dict[str, str] = {}
+    meant: set[str] = set()
     if isinstance(targets, str) and targets == ALL:
         found = heads(model, linears) | dict.fromkeys(tied, HEAD)
         reasons = {path: why for path, why in found.items() if why in (HEAD, ROUTER)}
         chosen = [path for path in linears if path not in reasons and path not in copied]
-    elif isinstance(targets, str):
-        chosen = _matched(targets, layers)
     else:
-        ends = list_of_names("targets", targets)
-        for end in ends:
-            if not any(_ends(path, end) for path in layers):
-                raise ValueError(
-                    f"targets: the model has no linear layer or embedding with the name {end!r}"
-                )
-        chosen = [path for path in layers if any(_ends(path, end) for end in ends)]
+        meant = _meant(targets, [*layers], stacks, both)
+        chosen = [path for path in layers if path in meant]
     chosen = with_tied(chosen, tied)
-    if not chosen:
-        raise ValueError(f"targets is {targets!r}: {type(model).__name__} has no such linear layer")
-    left = [
+    others = [
         Unadapted(path, type(layer).__name__, reasons.get(path, "it is no target"))
         for path, layer in linears.items()
         if path not in chosen and path not in copied
     ]
-    others += _experts(model)
-    return chosen, left + [o for o in others if not any(is_in(o.name, whole) for whole in wholes)]
+    left = [one for one in left if not any(is_in(one.name, whole) for whole in wholes)]
+    return chosen, [name for name in stacks if name in meant], others + left
 
 
-def _matched(expression: str, paths: Iterable[str]) -> list[str]:
-    """Returns the names that an expression matches as a whole.
+def _meant(
+    targets: str | Iterable[str], layers: list[str], stacks: list[str], both: bool
+) -> set[str]:
+    """Returns the names that an expression matches as a whole, or that have one of the ends.
+
+    Raises:
+        TypeError: targets are neither.
+        ValueError: a target matches none.
+    """
+    if isinstance(targets, str):
+        pattern = _compiled(targets)
+        tests = [(targets, lambda path: pattern.fullmatch(path) is not None)]
+    else:
+        ends = list_of_names("targets", targets)
+        tests = [(end, functools.partial(_ends, end=end)) for end in ends]
+    meant: set[str] = set()
+    for target, test in tests:
+        found = [path for path in layers if test(path)]
+        if both or not found:
+            found += [name for name in stacks if test(name)]
+        if not found and not isinstance(targets, str):
+            raise ValueError(
+                f"targets: the model has no linear layer or embedding with the name {target!r}"
+            )
+        meant |= {*found}
+    return meant
+
+
+def _compiled(expression: str) -> re.Pattern[str]:
+    """Returns an expression for names.
 
     Raises:
         ValueError: it is none.
     """
     try:
-        pattern = re.compile(expression)
+        return re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             f"targets is {expression!r}, wanted a regular expression for names, a list of names "
             f"or {ALL!r}: {error}"
         ) from error
-    return [path for path in paths if pattern.fullmatch(path)]
 
 
 def _ends(path: str, end: str) -> bool:
@@ -186,17 +237,3 @@ def _layers(model: nn.Module) -> tuple[dict[str, nn.Module], list[Unadapted]]:
             reason = "a subclass of Linear, which may use its weight in another way"
             others.append(Unadapted(path, type(module).__name__, reason))
     return layers, others
-
-
-def _experts(model: nn.Module) -> list[Unadapted]:
-    """Returns the parameters that hold matrices of experts, with the share that they have."""
-    found = {
-        joined(path, name): (type(module).__name__, param.numel())
-        for path, module in outside(model)
-        for name, param in module.named_parameters(recurse=False)
-        if is_of_experts(module, param)
-    }
-    many = sum(numel for _, numel in found.values())
-    whole = sum(param.numel() for param in model.parameters())
-    reason = f"{EXPERTS}, which get no adapter: {many:,} of {whole:,} parameters"
-    return [Unadapted(path, was, reason) for path, (was, _) in found.items()]

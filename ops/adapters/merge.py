@@ -17,7 +17,10 @@ from .._core.checks import check_module
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
 from ..functional.quantize_matrix import dequantize_matrix
+from ..nn.experts import QuantizedExperts
 from ..nn.lora import LoRAEmbedding, LoRALayer, LoRALinear, lora_layers
+from ..nn.lora_experts import LoRAExperts
+from ..nn.lora_weight import LoRAWeight
 from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
@@ -26,6 +29,7 @@ from ..quantizing.choice import Holder, joined, weight_of
 from ..quantizing.quantize import check_finite
 from ..quantizing.transformers_config import describe
 from ..state.file.safetensors import Entry, entries_in, read
+from .merge_experts import changed_stacks, merged_experts, stacks_in
 from .tying import inner
 
 PANEL = 1 << 23  # elements of a weight that are added at a time
@@ -123,24 +127,35 @@ def merge(
     """
     check_module(model)
     layers = {path: one for path, one in lora_layers(model).items() if one.added}
-    if not layers:
+    experts = {
+        path: one
+        for path, one in switched(model).items()
+        if isinstance(one, LoRAExperts) and one.added_stacks()
+    }
+    if not layers and not experts:
         raise ValueError(f"{type(model).__name__} has no active adapter to merge")
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
+    kinds = QuantizedLinear, QuantizedExperts
     if requantize and not any(
-        isinstance(one.base_layer, QuantizedLinear) for one in layers.values()
+        isinstance(one.base_layer, kinds) for one in (*layers.values(), *experts.values())
     ):
         raise ValueError(
             "requantize=True, but no layer with an adapter is one of headroom.quantize"
         )
-    for path, layer in layers.items():
-        if isinstance(layer.weight, DTensor):
-            raise TypeError(f"'{path}.weight' is a DTensor: gather the model before merging")
+    for path, layer in (*layers.items(), *experts.items()):
+        for name, weight in inner(layer)._parameters.items():
+            if isinstance(weight, DTensor):
+                name = joined(path, name)
+                raise TypeError(f"'{name}' is a DTensor: gather the model before merging")
     tied = _tied(model)
     layers = {path: one for path, one in layers.items() if path not in tied}
     originals = {} if base is None else _originals(layers, base)
-    merged, found = {}, []
-    with torch.no_grad(), progress_bar(len(layers), "merge", unit="layer", shown=True) as bar:
+    of_stacks = {} if base is None else _original_stacks(experts, base, requantize)
+    merged: dict[int, Any] = {}
+    found: list[Merged] = []
+    count = len(layers) + len(experts)
+    with torch.no_grad(), progress_bar(count, "merge", unit="layer", shown=True) as bar:
         for path, layer in layers.items():
             weight = _weight(layer.base_layer, originals.get(path))
             if base is not None:
@@ -151,9 +166,20 @@ def merge(
                 vars(merged[id(layer)])[KEPT] = layer  # no child: the model shall not have it twice
             found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
             bar.update(1)
-        lost_of = {id(layers[one.name]): one.lost for one in found}
+        for path, one in experts.items():
+            own = {name: read(entry) for name, entry in of_stacks.get(path, {}).items()}
+            for name, stack in own.items():
+                check_finite(joined(path, name), stack, " in base")
+            whole, lost = merged_experts(one, own, dtype, requantize)
+            merged[id(one)] = whole
+            vars(whole).pop(KEPT, None)
+            if keep:
+                vars(whole)[KEPT] = one
+            found.append(Merged(path, type(one.base_layer).__name__, one.added, lost))
+            bar.update(1)
+        lost_of = {id(layers[one.name]): one.lost for one in found if one.name in layers}
         for path, head in tied.items():
-            whole: Any = merged[id(head.tied_to)]
+            whole = merged[id(head.tied_to)]
             merged[id(head)] = _with_weight(head, whole.weight, False)
             if keep:
                 vars(merged[id(head)])[KEPT] = head
@@ -246,6 +272,31 @@ def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry
     return found
 
 
+def _original_stacks(
+    experts: Mapping[str, LoRAExperts], files: Files, again: bool
+) -> dict[str, dict[str, Entry]]:
+    """Returns where the stacks of experts that merging changes are in files.
+
+    Raises:
+        ValueError: one is missing, or does not fit.
+    """
+    entries, found = entries_in(files), {}
+    for path, module in experts.items():
+        held = stacks_in(module)
+        for name in changed_stacks(module, again):
+            full, shape = joined(path, name), tuple(held[name].shape)
+            entry = entries.get(full)
+            if entry is None:
+                raise ValueError(f"base has no '{full}', one tensor of all its experts")
+            if entry.dtype not in FLOATS or entry.shape != shape:
+                raise ValueError(
+                    f"'{full}' in base is {entry.dtype} {[*entry.shape]}, wanted floats of "
+                    f"{[*shape]}"
+                )
+            found.setdefault(path, {})[name] = entry
+    return found
+
+
 def _is_transposed(layer: nn.Module) -> bool:
     """Returns whether a layer is Conv1D of transformers, or was before it was quantized, or is an
     embedding."""
@@ -296,7 +347,7 @@ def _with_weight(layer: LoRALayer, weight: Tensor, again: bool) -> Any:
     """Returns a layer like the base of another, with a weight as it lies in memory."""
     base: Any = layer.base_layer
     made: Any = nn.Linear(layer.in_features, layer.out_features, False, "meta")
-    if isinstance(layer, LoRAEmbedding):
+    if isinstance(layer, (LoRAEmbedding, LoRAWeight)):
         made = copy.copy(base)  # of its class, with its padding and its scale
         made._parameters = dict(base._parameters)
         for name in ("forward", "_old_forward", "_hf_hook"):  # of the base, which they would call

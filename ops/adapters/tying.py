@@ -9,13 +9,14 @@ from torch import nn
 
 from ..nn.linear import Linear
 from ..nn.lora import LoRALayer, is_embedding
+from ..nn.lora_experts import LoRAExperts
 from ..nn.switched import outside
 from ..nn.trained_copy import TrainedCopy
 
 
 def inner(module: Any) -> nn.Module:
     """Returns what the adapters of a module stand beside, or a module that has none itself."""
-    if isinstance(module, LoRALayer):
+    if isinstance(module, (LoRALayer, LoRAExperts)):
         return module.base_layer
     return module.original_module if isinstance(module, TrainedCopy) else module
 

@@ -10,6 +10,8 @@ from .experts import QuantizedExperts
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear
 from .lora import Adapter, LoRAEmbedding, LoRALayer, LoRALinear
+from .lora_experts import LoRAExperts
+from .lora_weight import LoRAWeight
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
@@ -32,8 +34,10 @@ __all__ = [
     "Linear8bit",
     "LinearCrossEntropyLoss",
     "LoRAEmbedding",
+    "LoRAExperts",
     "LoRALayer",
     "LoRALinear",
+    "LoRAWeight",
     "MLP",
     "Pattern",
     "QuantizedExperts",

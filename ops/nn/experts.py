@@ -28,7 +28,7 @@ from .bitsandbytes import (
     scales_name,
     stack_key,
 )
-from .fused import is_untouched
+from .fused import is_untouched, known
 from .quantized import keys_behind, matrix_in
 
 
@@ -57,34 +57,69 @@ class ExpertsRule:
         return dataclasses.replace(self, options=self.options | {"save": save})
 
 
+# A, B and the scale of an adapter of a stack: ``[experts, rank, in]``, ``[experts, out, rank]``.
+LowRankStack = tuple[Tensor, Tensor, float]
+
+
 def experts_forward(module: Any, rule: ExpertsRule, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the forward of a module of experts."""
-    given = dict(zip(rule.names, args)) | kwargs
-    is_call = len(args) <= 3 and given.keys() == {*rule.names}
+    y = experts_computed(module, rule, args, kwargs)
+    if y is not None:
+        return y
     if isinstance(module, QuantizedExperts):
-        if not is_call:
-            raise TypeError(f"experts take {', '.join(rule.names)}, each once")
-        x = given[rule.names[0]]
+        raise TypeError(f"experts take {', '.join(rule.names)}, each once")
+    return type(module).forward(module, *args, **kwargs)
+
+
+known.add(experts_forward)
+
+
+def experts_computed(
+    module: Any,
+    rule: ExpertsRule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    adapters: Mapping[str, LowRankStack] | None = None,
+) -> Tensor | None:
+    """Returns what a module of experts makes of a call, by the op; None if this does not take it.
+
+    Args:
+        adapters: what is added to the matrices of stacks, by their names.
+    """
+    given, adapters = {**dict(zip(rule.names, args)), **kwargs}, adapters or {}
+    if len(args) > 3 or given.keys() != {*rule.names}:
+        return None
+    x, index, weight = (given[name] for name in rule.names)
+    if isinstance(module, QuantizedExperts):
         matrices, dtype = module.stacks(), x.dtype
-    elif is_call and _takes(module, rule, given):
+    elif _takes(module, rule, given, adapters):
         matrices = [getattr(module, name) for name in rule.stacks]
-        x, dtype = given[rule.names[0]], matrices[0].dtype
+        dtype = matrices[0].dtype
     else:
-        return type(module).forward(module, *args, **kwargs)
+        return None
     biases = [getattr(module, name) for name in rule.parameters[2:]]
-    _, index, weight = (given[name] for name in rule.names)
-    rows = x
-    if autocast_dtype(x.device.type) is None:
+    rows, lowered = x, autocast_dtype(x.device.type)
+    if lowered is None:
         # As transformers does: in the dtype of the stacks, and the result in that of the rows.
         # Those of few bits have none, and are computed in the dtype of the rows, as Linears are.
         rows, biases = x.to(dtype), [bias.to(dtype) for bias in biases]
         weight = weight if weight.dtype == rows.dtype else weight.float()
     named = dict(zip(("gate_up_bias", "down_bias"), biases)) | rule.options
+    for name, argument in zip(rule.stacks, ("gate_up_adapter", "down_adapter")):
+        if name in adapters:
+            a, b, scale = adapters[name]
+            own = torch.float32 if a.dtype == b.dtype == torch.float32 else lowered or rows.dtype
+            named[argument] = a.to(own), b.to(own), scale
     return experts(rows, index, weight, *matrices, **named).to(x.dtype)
 
 
-def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
-    """Returns whether the op takes the arguments and the stacks of a call."""
+def _takes(
+    module: nn.Module,
+    rule: ExpertsRule,
+    given: dict[str, Any],
+    adapters: Mapping[str, LowRankStack],
+) -> bool:
+    """Returns whether the op takes the arguments, the stacks and the adapters of a call."""
     x, index, weight = (given[name] for name in rule.names)
     if not (takes_ops(x, (2,)) and takes_ops(weight, (2,)) and is_plain(index)):
         return False
@@ -97,6 +132,7 @@ def _takes(module: nn.Module, rule: ExpertsRule, given: dict[str, Any]) -> bool:
         and index.dtype == torch.int64
         and {p.dtype for p in plain} <= {plain[0].dtype}.intersection(FLOATS)
         and {p.device for p in plain} == {x.device}
+        and all(takes_ops(t, (3,)) for a, b, _ in adapters.values() for t in (a, b))
     )
 
 
@@ -265,8 +301,12 @@ class QuantizedExperts(nn.Module):
         return SimpleNamespace(**dict.fromkeys(self.rule.stacks, behind))
 
 
-def expert_count(module: Any, rule: ExpertsRule) -> int:
-    """Returns how many experts a module has."""
+def stack_shape(module: Any, rule: ExpertsRule, stack: str) -> tuple[int, int, int]:
+    """Returns how many matrices a stack of a module has, and their sizes: ``[out, in]``, however
+    they lie."""
     if isinstance(module, QuantizedExperts):
-        return module.stacks()[0].shape[0]
-    return getattr(module, rule.stacks[0]).shape[0]
+        shape = module.stacks()[rule.stacks.index(stack)].shape
+    else:
+        shape = getattr(module, stack).shape
+    count, rows, cols = shape
+    return (count, cols, rows) if rule.options["transposed"] else (count, rows, cols)

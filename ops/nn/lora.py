@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -406,12 +406,12 @@ known.add(LoRALinear)
 readers[LoRALinear] = _read
 
 
-def joined(adapters: list[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor, float]:
+def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor, float]:
     """Returns A, B and the scale of an adapter that is the sum of some, or is the only one."""
     if len(adapters) == 1:
         return adapters[0]
     scaled = [b * scale for _, b, scale in adapters]
-    return torch.cat([a for a, _, _ in adapters]), torch.cat(scaled, dim=1), 1.0
+    return torch.cat([a for a, _, _ in adapters], dim=-2), torch.cat(scaled, dim=-1), 1.0
 
 
 def takes_adapters(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from .._core.surroundings import takes_ops
 from ..nn.bitsandbytes import matrix_of
 from ..nn.experts import ExpertsRule, QuantizedExperts, experts_forward
+from ..nn.fused import known
 
 
 def _stacks(module: Any) -> dict[str, tuple[Tensor, Any]] | None:
@@ -128,6 +129,9 @@ class HeldExperts:
 def bitsandbytes_experts_forward(module: Any, held: HeldExperts, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the forward of experts whose stacks bitsandbytes has parametrized."""
     rows = (dict(zip(held.rule.names, args)) | kwargs).get(held.rule.names[0])
-    if not takes_ops(rows, (2,)):
+    if not takes_ops(rows, (2,)) or _stacks(module) is None:  # PEFT is adding to a stack
         return type(module).forward(module, *args, **kwargs)
     return experts_forward(held.hold(module), held.rule, *args, **kwargs)
+
+
+known.add(bitsandbytes_experts_forward)

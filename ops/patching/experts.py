@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._core.surroundings import is_plain
-from ..nn.experts import ExpertsRule, QuantizedExperts, expert_count, experts_forward
+from ..nn.experts import ExpertsRule, QuantizedExperts, experts_forward, stack_shape
 from ..nn.fused import is_untouched
 from .bitsandbytes_experts import (
     HeldExperts,
@@ -30,6 +30,7 @@ from .bitsandbytes_experts import (
     without_parametrizations,
 )
 from .changes import Changes, patched_names
+from .peft_experts import param_wrappers, peft_experts_forward, wrapper_obstacle
 from .report import PatchReport
 from .routing import choosing_forward
 
@@ -48,7 +49,7 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
     with its rule, or why it is left as it is."""
     if INTERFACE not in sys.modules:
         return {}
-    adapted = set(_adapted(model))
+    wrappers = param_wrappers(model)
     tried: dict[Any, ExpertsRule | str] = {}
     found = {}
     for module in model.modules():
@@ -59,27 +60,20 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
             found[module] = "its stacks are parametrized, and not by bitsandbytes alone"
             continue
         reason = _obstacle(dense)
-        if reason is None and module in adapted:
-            reason = "it has adapters of PEFT, which make its whole stacks"
         if reason is not None:
             found[module] = reason
             continue
         if isinstance(module, QuantizedExperts):
-            found[module] = module.rule
-            continue
-        key = _key(dense)
-        if key not in tried:
-            tried[key] = _recognized(dense)
-        found[module] = tried[key]
+            rule = module.rule
+        else:
+            key = _key(dense)
+            if key not in tried:
+                tried[key] = _recognized(dense)
+            rule = tried[key]
+        if isinstance(rule, ExpertsRule) and module in wrappers:
+            rule = wrapper_obstacle(wrappers[module], rule) or rule
+        found[module] = rule
     return found
-
-
-def _adapted(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules whose parameters have adapters of PEFT."""
-    for module in model.modules():
-        layer: Any = module
-        if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_base_layer"):
-            yield layer.get_base_layer()
 
 
 def _obstacle(module: Any) -> str | None:
@@ -246,7 +240,7 @@ def swap_experts(
         found: what :func:`found_experts` returned.
         save: what they keep, as in :func:`headroom.functional.experts`.
     """
-    within = set(inside.modules())
+    within, wrappers = set(inside.modules()), param_wrappers(inside)
     for name, module in model.named_modules():
         rule = found.get(module)
         if rule is None or module not in within or report._is_claimed(module):
@@ -255,7 +249,7 @@ def swap_experts(
         if isinstance(rule, str):
             report._leave(name, module, rule)
             continue
-        forward = functools.partial(experts_forward, module, rule.at(save))
+        forward, held = functools.partial(experts_forward, module, rule.at(save)), None
         if is_parametrized(module):
             held = HeldExperts(rule.at(save))
             try:
@@ -265,6 +259,10 @@ def swap_experts(
                 continue
             forward = functools.partial(bitsandbytes_experts_forward, module, held)
         changes.set(module, "forward", forward)
+        if module in wrappers:
+            outer = wrappers[module][0]
+            forward = functools.partial(peft_experts_forward, outer, rule.at(save), held)
+            changes.set(outer, "forward", forward)
         report._swap(name, module, "experts", "headroom.functional.experts")
 
 
@@ -275,10 +273,18 @@ def keep_choices(
     the same when the block is computed again."""
     for module in block.modules():
         for held in module.children():
-            rule = found.get(held)
-            if rule is None or isinstance(rule, str):
+            experts = _inner(held)
+            rule = found.get(experts)
+            if rule is None or isinstance(rule, str) or _inner(module) is experts:
                 continue
-            count = expert_count(without_parametrizations(held), rule)
+            shape = stack_shape(without_parametrizations(experts), rule, rule.stacks[0])
             own = vars(module).get("forward")
-            forward = functools.partial(choosing_forward, module, own, count)
+            forward = functools.partial(choosing_forward, module, own, shape[0])
             changes.set(module, "forward", forward)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Returns what is inside of the modules around it that hold adapters."""
+    while (base := module._modules.get("base_layer")) is not None:
+        module = base
+    return module

@@ -158,13 +158,14 @@ def _obstacle(module: nn.Module, weight: Tensor, places: list[str]) -> str | Non
 
 def left_parameters(model: nn.Module, reasons: dict[str, str]) -> list[Left]:
     """Returns what is left of a model: parameters of floats, each once, with their reasons."""
-    found, seen = [], set()
+    found, seen, adapters = [], set(), _in_adapters(model)
     for prefix, module in model.named_modules():
+        known = ADAPTER if id(module) in adapters else reasons.get(prefix)
         for name, param in module.named_parameters(recurse=False):
             if id(param) in seen or not param.is_floating_point():
                 continue
             seen.add(id(param))
-            reason = _reason(module, name, param, reasons.get(prefix))
+            reason = _reason(module, name, param, known)
             found.append(Left(joined(prefix, name), type(module).__name__, param.nbytes, reason))
     return found
 
@@ -172,7 +173,7 @@ def left_parameters(model: nn.Module, reasons: dict[str, str]) -> list[Left]:
 def _reason(module: nn.Module, name: str, param: Tensor, known: str | None) -> str:
     if param.dim() < 2:
         return "a vector"
-    if known is not None and name == "weight":
+    if known is not None and (name == "weight" or known == ADAPTER):
         return known
     if isinstance(module, QuantizedExperts):
         return "biases of experts"

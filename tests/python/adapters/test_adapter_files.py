@@ -251,7 +251,6 @@ def refused(folder, message):
         ("lora_bias", True),
         ("use_qalora", True),
         ("layer_replication", [[0, 1]]),
-        ("target_parameters", ["mlp.experts"]),
         ("trainable_token_indices", [1]),
         ("alora_invocation_tokens", [1]),
         ("init_lora_weights", "pissa"),

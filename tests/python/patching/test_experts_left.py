@@ -177,20 +177,6 @@ def test_an_implementation_that_somebody_has_registered(monkeypatch):
     assert "experts_implementation, mine, is not one of tr" in str(report_of(module))
 
 
-def test_adapters_of_peft_on_experts():
-    peft = pytest.importorskip("peft")
-    model = moe_of("Mixtral")
-    targets = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
-    adapted = peft.get_peft_model(model, config)
-    want = step(adapted, tokens_of())
-    report = headroom.patch(adapted, norms=False)
-    reasons = {one.reason for one in report.left}
-    assert reasons == {"it has adapters of PEFT, which make its whole stacks"}
-    assert OURS not in str(report) and not report.levels
-    torch.testing.assert_close(step(adapted, tokens_of()), want)
-
-
 def test_adapters_beside_experts():
     peft = pytest.importorskip("peft")
     model = moe_of("Mixtral")
