@@ -58,14 +58,14 @@ def test_every_code_and_exponent(dtype, device):
 
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=str)
 def test_decodes_as_transformers_does(dtype, device):
-    """A stack of gpt-oss, which transformers transposes. It multiplies by infinity where the
-    exponent is 255, and its f16 rounds the power before the product."""
+    """Every code with every exponent but 255, of which it makes 2^128, in a stack such as those of
+    gpt-oss, which it transposes."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    least, most = (103, 142) if dtype == F16 else (1, 252)
-    blocks, scales = stored(3, 10, 96, least=least, most=most)
+    both, scales = torch.arange(16, dtype=U8), torch.arange(255, dtype=U8).view(5, 17, 3)
+    blocks = (both | both.flip(0) << 4).expand(5, 17, 3, 16)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     q = mxfp4_matrix(blocks.to(device), scales.to(device))
-    assert q.shape == (3, 10, 96) and q.dtype == BF16
+    assert q.shape == (5, 17, 96) and q.dtype == BF16
     ours = dequantize_matrix(q, dtype)
     assert equal(ours.cpu(), theirs.transpose(1, 2).contiguous())
 
