@@ -140,6 +140,22 @@ def test_many_rows_of_one_expert_come_in_tiles(device):
                 assert error < 0.02, (case, name)
 
 
+def test_gradients_of_many_tiles_are_summed_in_float32(device, monkeypatch):
+    """In bfloat16 a sum of positive numbers would stop growing at some hundred of them."""
+    monkeypatch.setitem(SCALES, "down", 1.5)  # for positive sums
+    tokens = 1500
+    index = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
+    tensors, index, dy = sample("nemotron", torch.bfloat16, device, tokens, index, rank=RANK)
+    tensors, dy = {name: t.abs() for name, t in tensors.items()}, dy.abs()
+    wanted = exact("nemotron", index, tensors, dy)
+    given = op_calls("nemotron", tensors, index, dy, "L2")["experts_backward"]
+    found = torch.ops.headroom.experts_backward(**given | {"tile_rows": 1})
+    for name, got in zip(BITS, found):
+        if name in (*ADAPTERS, "gate_up", "down"):
+            error = (got.double() - wanted[name]).abs().max() / wanted[name].abs().max()
+            assert error < 0.02, name
+
+
 def test_only_some_gradients_are_asked_for(device):
     tensors, index, dy = sample("gpt_oss", torch.float32, device, rank=RANK)
     for save in SAVES:
