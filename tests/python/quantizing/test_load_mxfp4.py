@@ -137,3 +137,14 @@ def test_what_does_not_fit(stack, change, message, tmp_path):
         state[key] = change(value)
     with pytest.raises(ValueError, match=message):
         loaded_from(state, tmp_path)
+
+
+def test_stacks_that_lie_the_other_way_round(tmp_path):
+    state = in_mxfp4(gpt_oss())
+    key = "model.layers.1.mlp.experts.gate_up_proj"
+    state[f"{key}_blocks"] = state[f"{key}_blocks"].view(6, 32, 2, 16)
+    state[f"{key}_scales"] = state[f"{key}_scales"].view(6, 32, 2)
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj' is \[6, 32, 64\] in the files, and \[6, 64"
+    ):
+        loaded_from(state, tmp_path)
