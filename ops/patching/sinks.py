@@ -18,8 +18,8 @@ class _Model(NamedTuple):
 
 
 # Those whose attention is that of the formula, and whose masks are what transformers makes. Of the
-# others with sinks, DeepSeek-V4 and Hunyuan V4 change masks, MiMo-V2 has values of another size than
-# keys, and Inkling 2 has a sink for each token.
+# others with sinks, DeepSeek-V4 and Hunyuan V4 change masks, values of MiMo-V2 have another size
+# than its keys, and Inkling 2 has a sink for each token.
 _MODELS = {
     f"{prefix}Attention": _Model(f"transformers.models.{model}.modeling_{model}")
     for prefix, model in {
