@@ -14,6 +14,7 @@ from .accumulate import accumulate_
 from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_
+from .attention_sinks import sink_attention
 from .cross_entropy import cross_entropy
 from .divergence import divergence
 from .dynamic_map import dynamic_map
@@ -69,6 +70,7 @@ __all__ = [
     "rope",
     "rope_tables",
     "sgd_",
+    "sink_attention",
     "split_weights_",
     "unscale_norm_",
     "update_scale_",

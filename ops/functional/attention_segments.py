@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,20 @@ _library.define(
     f"attention_segments_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor sums, {_OPTIONS}) -> "
     "(Tensor dq, Tensor dk, Tensor dv)"
 )
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 Find = Callable[[Tensor, int], Sequence[int]]
+
+
+class Kernel(NamedTuple):
+    """Has functions with the arguments and results of torch's FlashAttention of the CPU."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+ON_CPU = Kernel(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 
 class Group(NamedTuple):
@@ -177,12 +187,26 @@ def forward_of(
     values of ``cu_seqlens``."""
     _check(q, k, v, cu_seqlens, window)
     groups = groups_of(find(cu_seqlens, q.shape[0]))
+    return attend_groups(q, k, v, groups, causal, window, scale)
+
+
+def attend_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Sequence[Group],
+    causal: bool,
+    window: int,
+    scale: float | None,
+    kernel: Kernel = ON_CPU,
+) -> tuple[Tensor, Tensor]:
+    """Returns the results of ``headroom::attention_segments``, one group after the other."""
     out = sums = None
     for group in groups:
         query, key, value = (group.heads(x) for x in (q, k, v))
         pieces = pieces_of(group.length, causal, window, q)
         for piece in pieces:
-            results = _flash(
+            results = kernel.forward(
                 query[:, :, piece.queries],
                 key[:, :, piece.keys],
                 value[:, :, piece.keys],
@@ -212,14 +236,31 @@ def backward_of(
     scale: float | None,
     find: Find = ends_of,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes ``headroom::attention_segments_backward``; ``find`` is as in :func:`forward_of`.
-
-    In a dtype that torch has no fast product for, gradients are computed in float32. So are those
-    of keys and values that several pieces see, until they have been added.
-    """
+    """Computes ``headroom::attention_segments_backward``; ``find`` is as in :func:`forward_of`."""
     _check(q, k, v, cu_seqlens, window)
     _check_gradient(dout, q, out, sums)
     groups = groups_of(find(cu_seqlens, q.shape[0]))
+    return group_gradients(dout, q, k, v, out, sums, groups, causal, window, scale)
+
+
+def group_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    groups: Sequence[Group],
+    causal: bool,
+    window: int,
+    scale: float | None,
+    kernel: Kernel = ON_CPU,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of :func:`attend_groups`.
+
+    In a dtype that torch has no fast product for, they are computed in float32. So are those of
+    keys and values that several pieces see, until they have been added.
+    """
     dtype = torch.float32 if q.device.type == "cpu" and q.dtype in SLOW_ON_CPU else q.dtype
     grads = None
     for group in groups:
@@ -229,10 +270,10 @@ def backward_of(
         pieces = pieces_of(group.length, causal, window, rows[0])
         added = None
         if len(pieces) > 1:
-            added = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
+            added = [torch.zeros_like(x, dtype=sums.dtype) for x in (key, value)]
         for piece in pieces:
             grad, query, result = (x[:, :, piece.queries] for x in rows)
-            found = _flash_backward(
+            found = kernel.backward(
                 *(grad, query, key[:, :, piece.keys], value[:, :, piece.keys], result),
                 *(logs[:, :, piece.queries], 0.0, piece.causal),
                 attn_mask=piece.mask,
@@ -254,8 +295,13 @@ _library.impl("attention_segments", forward_of, "CPU")
 _library.impl("attention_segments_backward", backward_of, "CPU")
 
 
+def sums_dtype(q: Tensor) -> torch.dtype:
+    """Returns the dtype of the logarithms of sums."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=sums_dtype(q))
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

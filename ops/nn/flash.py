@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from .._core.rows import autocast_dtype, cast
 from .._core.surroundings import constant_in_graphs, takes_ops
 from ..functional.attention_segments import ends_of, groups_of, pieces_of
+from ..functional.attention_sinks import allows_flash
 from ..functional.linear import SLOW_ON_CPU
 from .pattern import Pattern, masked
 
@@ -186,22 +187,13 @@ def _varlen_knows(argument: str) -> bool:
     return argument in _varlen_arguments()
 
 
-@constant_in_graphs
-def _allows_flash(device: torch.device) -> bool:
-    """Returns whether a device has FlashAttention, and :func:`torch.nn.attention.sdpa_kernel` does
-    not rule it out."""
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _varlen_takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Returns whether ``varlen_attn`` takes heads ``[tokens, heads, head_dim]``: its kernel is
     FlashAttention, or one that takes less."""
     return (
         q.device.type == "cuda"
         and _varlen_knows("window_size")
-        and _allows_flash(q.device)
+        and allows_flash(q.device)
         and all(takes_ops(x) and x.dtype == q.dtype for x in (q, k, v))
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1] <= 256
@@ -239,7 +231,7 @@ def _segments_take(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Returns whether ``headroom::attention_segments`` takes heads like those of ``_varlen``."""
     return (
         q.device.type in ("cpu", "meta")
-        and _allows_flash(q.device)
+        and allows_flash(q.device)
         and all(takes_ops(x) and x.dtype == q.dtype for x in (q, k, v))
         and q.shape[-1] == v.shape[-1]
         and all(x.stride(-1) == 1 for x in (q, k, v))

@@ -4,7 +4,7 @@ are packed into rows, and none for windows.
 Transformers asks one function for the mask of all layers, and another for the attention of each.
 Where nothing but the ends of sequences and a window hides tokens, the first returns a
 :class:`headroom.nn.Pattern`, which models hand on to the second. In all other cases both are those
-of ``sdpa``.
+of ``sdpa``, and for attention with sinks, which ``sdpa`` does not know, those of ``eager``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.rows import autocast_dtype
+from .._core.surroundings import takes_ops
+from ..functional.attention_sinks import is_fused, sink_attention
 from ..nn.flash import attend
 from ..nn.pattern import Pattern, end_to_end, masked
 
@@ -246,11 +249,14 @@ def varlen_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """Returns attention ``[batch, tokens, heads, head_dim]``; the arguments are those of
-    transformers' attention functions."""
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attention ``[batch, tokens, heads, head_dim]``, and, where transformers' own code
+    computes it with sinks, the probabilities; the arguments are those of transformers' attention
+    functions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if options.get("s_aux") is not None and hasattr(module, "sinks"):
+        return _with_sinks(module, query, key, value, attention_mask, dropout, scaling, options)
     pattern = pattern_of(module, query, attention_mask, options)
     if pattern is not None and options.get("position_bias") is None:
         out = attend(query, key, value, pattern, dropout=dropout, scale=scaling)
@@ -289,13 +295,76 @@ def pattern_of(module: Any, query: Tensor, mask: Any, options: dict[str, Any]) -
         or getattr(pattern, "cu_seqlens", None) is not None
     ):
         return pattern
-    causal = options.get("is_causal")
     if pattern is None:
-        pattern = Pattern(None, getattr(module, "is_causal", True) if causal is None else causal)
+        pattern = Pattern(None, _is_causal(module, options))
     tokens = query.shape[0] * query.shape[-2]
     cu_seqlens, longest = end_to_end(given, 1, tokens, query.device)
     longest = min(longest, options.get("max_length_q") or longest)
     return pattern._replace(cu_seqlens=cu_seqlens, longest=longest)
+
+
+# ---- With sinks ------------------------------------------------------------------------------
+
+
+def _with_sinks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Pattern | Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attention with the sinks of a module: by :func:`headroom.functional.sink_attention`,
+    or by the function that is beside the class in transformers, where there is a mask, a cache that
+    holds tokens, dropout, or somebody who collects attentions."""
+    pattern = pattern_of(module, query, mask, options | {"s_aux": None})
+    if pattern is None and mask is None and query.shape[-2] == key.shape[-2]:
+        pattern = Pattern(None, _is_causal(module, options))
+    if pattern is not None and not dropout and _takes_sinks(query, key, value):
+        out = sink_attention(
+            *(query, key, value, options["s_aux"]),
+            **{name: x for name, x in pattern._asdict().items() if name != "mask"},
+            scale=scaling,
+        )
+        return out.transpose(1, 2), None
+    if pattern is not None:
+        if pattern.causal and pattern.window is None:  # which alone would make no mask
+            pattern = pattern._replace(window=query.shape[-2])
+        mask = masked(pattern, query.transpose(1, 2)).mask
+    elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min  # as in transformers' mask of "eager"
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, hidden)
+    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    own = next(filter(None, (getattr(each, "eager_attention_forward", None) for each in beside)))
+    return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **options)
+
+
+def _is_causal(module: Any, options: dict[str, Any]) -> bool:
+    given = options.get("is_causal")
+    return getattr(module, "is_causal", True) if given is None else given
+
+
+def _takes_sinks(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Returns whether :func:`headroom.functional.sink_attention` takes heads, and nobody asks for
+    their probabilities."""
+    lowered = autocast_dtype(query.device.type)
+    return (
+        all(takes_ops(x, (4,)) for x in (query, key, value))
+        and (lowered is not None or query.dtype == key.dtype == value.dtype)
+        and query.shape[-2:] == key.shape[-2:] == value.shape[-2:]
+        and is_fused(query.device, lowered or query.dtype, query.shape[-1])
+        and not collects_attentions()
+    )
+
+
+def collects_attentions() -> bool:
+    """Returns whether transformers collects the probabilities of a call of a model."""
+    from transformers.utils import output_capturing
+
+    collected = output_capturing._active_collector.get()
+    return any(key.endswith("attentions") for key in collected or ())
 
 
 if _MASKS in sys.modules:  # a model that was patched in another process is loaded

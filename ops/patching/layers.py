@@ -12,6 +12,7 @@ from .._core.surroundings import again, takes_ops
 from ..checkpointing.caches import is_filled, warn_of_cache
 from ..nn.fused import is_untouched
 from ..nn.steps import SaveLevel, run_steps
+from .attention import collects_attentions
 from .parts import Call, Dial, Family
 
 UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask", "output_attentions")
@@ -74,12 +75,8 @@ def _only_captures(half: nn.Module) -> bool:
     and now collects none."""
     hooks = [*half._forward_pre_hooks.values(), *half._backward_hooks.values()]
     hooks += [*half._backward_pre_hooks.values(), *half._forward_hooks.values()]
-    if not all(getattr(hook, "__qualname__", "").startswith(CAPTURE) for hook in hooks):
-        return False
-    from transformers.utils import output_capturing
-
-    collected = output_capturing._active_collector.get()
-    return not any(key.endswith("attentions") for key in collected or ())
+    captures = all(getattr(hook, "__qualname__", "").startswith(CAPTURE) for hook in hooks)
+    return captures and not collects_attentions()
 
 
 def _run(layer: Any, level: SaveLevel, cache: Any, given: dict[str, Any], x: Tensor) -> Tensor:

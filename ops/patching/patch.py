@@ -17,6 +17,7 @@ from .experts import found_experts, swap_experts
 from .losses import check_loss_options, swap_losses
 from .peft import swap_adapters
 from .report import PatchReport
+from .sinks import swap_sinks
 from .streaming import chosen_blocks, move_weights, stream_weights, streamed_blocks
 
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
@@ -38,7 +39,8 @@ def patch(
 ) -> PatchReport:
     """Gives a model Headroom's norms and blocks with a dial, in place; layers of bitsandbytes the
     product :func:`headroom.functional.linear_quantized`; layers with adapters of PEFT the op
-    :func:`headroom.functional.lora_linear`; and on a CPU without instructions for
+    :func:`headroom.functional.lora_linear`; eager attention of transformers that has sinks
+    :func:`headroom.functional.sink_attention`; and on a CPU without instructions for
     products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
     Parameters, their names and the ``state_dict`` stay as they are, but for where weights that
@@ -112,6 +114,7 @@ def patch(
         if norms:
             generic.swap_norms(model, changes, report)
         swap_experts(model, model, found, LEANEST_FREE, changes, report)
+        swap_sinks(model, changes, report)
         generic.swap_linears(model, changes, report)
         swap_bitsandbytes(model, changes, report)
         swap_adapters(model, changes, report)

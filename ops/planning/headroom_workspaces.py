@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.registration import FLOATS, binder, by_name
-from ..functional import attention_segments, kept_gradients, linear_divergence
+from ..functional import attention_segments, attention_sinks, kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, WEIGHT
 from .op_workspaces import BODIES, Sizes, entry
 from .products import capability
@@ -177,10 +177,12 @@ def _one_sequence(cu_seqlens: Tensor, tokens: int) -> list[int]:
     return [0, tokens]
 
 
-BODIES["headroom::attention_segments"] = partial(attention_segments.forward_of, find=_one_sequence)
-BODIES["headroom::attention_segments_backward"] = partial(
-    attention_segments.backward_of, find=_one_sequence
-)
+for _name, _module in {
+    "attention_segments": attention_segments,
+    "attention_sinks": attention_sinks,
+}.items():
+    BODIES[f"headroom::{_name}"] = partial(_module.forward_of, find=_one_sequence)
+    BODIES[f"headroom::{_name}_backward"] = partial(_module.backward_of, find=_one_sequence)
 BODIES["headroom::linear_divergence"] = partial(linear_divergence.forward_of, find=_all_rows)
 BODIES["headroom::linear_divergence_scale"] = linear_divergence.scale_of
 BODIES["headroom::linear_divergence_backward"] = partial(

@@ -235,6 +235,20 @@ def _flash_backward_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], device:
     return [*_temporary(_copied(args[0], args[4])), RESULTS, *_temporary(scratch)]
 
 
+@entry("aten::_flash_attention_backward")
+def _packed_flash_backward_on_cuda(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> Sizes:
+    # flash_api.cpp, mha_varlen_bwd: the same for rows of all sequences, each with 128 more.
+    dout, q, k, v, out, _, ends = args[:7]
+    tokens, heads, size = q.shape
+    sums = 4 * heads * (tokens + 128 * (ends.shape[0] - 1))
+    shared = [x.nbytes // x.shape[1] * heads for x in (k, v) if x.shape[1] != heads]
+    copies = [x.nbytes for x in (dout, out) if not x.is_contiguous()]
+    scratch = [sums, sums * _flash_size(size), *shared]
+    return [*_temporary(copies), RESULTS, *_temporary(scratch)]
+
+
 @entry("aten::_scaled_dot_product_efficient_attention_backward")
 def _efficient_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     # attention_backward.cu: sums of rows, of products in 32 bits, and kernel_backward.h,

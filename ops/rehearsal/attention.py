@@ -33,13 +33,11 @@ def _scores(q: Tensor, k: Tensor, bias, causal, scale, window) -> tuple[Tensor, 
     return s, factor
 
 
-def _weights(s: Tensor, p: float, state) -> tuple[Tensor, Tensor | None]:
-    """Returns softmax(s), 0 where nothing is seen, and what dropout multiplies it by."""
-    a = torch.softmax(s, -1).nan_to_num(0.0)
+def _kept(a: Tensor, p: float, state) -> Tensor | None:
+    """Returns what dropout multiplies the weights by, or None."""
     if not p:
-        return a, None
-    kept = torch.empty_like(a).bernoulli_(1 - p, generator=_draws.generator(state))
-    return a, kept.div_(1 - p)
+        return None
+    return torch.empty_like(a).bernoulli_(1 - p, generator=_draws.generator(state)).div_(1 - p)
 
 
 def _repeated(t: Tensor, heads: int) -> Tensor:
@@ -54,23 +52,30 @@ def _summed(t: Tensor, like: Tensor) -> Tensor:
 def _forward(q, k, v, p=0.0, bias=None, causal=None, scale=None, window=None, state=None):
     """Returns the output and the logarithms of the sums of [B, H, L, D]."""
     s, _ = _scores(q, _repeated(k, q.size(1)), bias, causal, scale, window)
-    a, kept = _weights(s, p, state)
+    a = torch.softmax(s, -1).nan_to_num(0.0)  # 0 where nothing is seen
+    kept = _kept(a, p, state)
     sums = torch.logsumexp(s, -1)
     out = torch.matmul(a if kept is None else a * kept, _repeated(v, q.size(1)).float())
     return out, sums.masked_fill(sums == -_INF, _INF)
 
 
-def _backward(grad, q, k, v, p=0.0, bias=None, causal=None, scale=None, window=None, state=None):
-    """Returns the gradients of queries, keys, values and scores."""
+def _backward(
+    grad, q, k, v, out, sums, p=0.0, bias=None, causal=None, scale=None, window=None, state=None
+):
+    """Returns the gradients of queries, keys, values and scores. Like the kernels it takes what is
+    left of the scores from the sums, and what all gradients of a row's weights have in common from
+    the output: these may be those of another attention, with the same scores."""
     heads = q.size(1)
     s, factor = _scores(q, _repeated(k, heads), bias, causal, scale, window)
-    a, kept = _weights(s, p, state)
+    a = torch.exp(s - sums.float().unsqueeze(-1))
+    kept = _kept(a, p, state)
     g = grad.float()
+    common = (g * out.float()).sum(-1, keepdim=True)
     dv = torch.matmul((a if kept is None else a * kept).transpose(-1, -2), g)
     da = torch.matmul(g, _repeated(v, heads).float().transpose(-1, -2))
     if kept is not None:
         da = da * kept
-    ds = a * (da - (da * a).sum(-1, keepdim=True))
+    ds = a * (da - common)
     dq = torch.matmul(ds, _repeated(k, heads).float()) * factor
     dk = torch.matmul(ds.transpose(-1, -2), q.float()) * factor
     return dq, _summed(dk, k), _summed(dv, v), ds
@@ -117,7 +122,7 @@ def sdp_flash_backward(
     """Computes _scaled_dot_product_flash_attention_backward."""
     state = _state_from(seed, offset, p)
     causal = "bottom" if causal else None
-    return _backward(grad, q, k, v, p, None, causal, scale, None, state)[:3]
+    return _backward(grad, q, k, v, out, sums, p, None, causal, scale, None, state)[:3]
 
 
 def _window(left: int | None, right: int | None):
@@ -162,12 +167,12 @@ def flash_backward(
     rules = (None, "bottom" if causal else None, scale)
     rules += (_window(window_size_left, window_size_right), _state_from(seed, offset, p))
     if cum_seq_q is None:
-        turned = (t.transpose(1, 2) for t in (grad, query, key, value))
-        return tuple(t.transpose(1, 2) for t in _backward(*turned, p, *rules)[:3])
+        turned = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+        return tuple(t.transpose(1, 2) for t in _backward(*turned, sums, p, *rules)[:3])
     found = tuple(torch.zeros(t.shape) for t in (query, key, value))
     for qkv, of_q, of_k in _by_sequence(query, key, value, cum_seq_q, cum_seq_k):
-        g = grad[of_q].transpose(0, 1)[None]
-        parts = _backward(g, *qkv, p, *rules)[:3]
+        g, o = (t[of_q].transpose(0, 1)[None] for t in (grad, out))
+        parts = _backward(g, *qkv, o, sums[None, :, of_q], p, *rules)[:3]
         for to, at, part in zip(found, (of_q, of_k, of_k), parts, strict=True):
             to[at] = part[0].transpose(0, 1)
     return found
@@ -199,7 +204,8 @@ def sdp_efficient_backward(
     """Computes _scaled_dot_product_efficient_attention_backward."""
     state = _state_from(seed, offset, p)
     causal = "top" if is_causal else None
-    dq, dk, dv, ds = _backward(grad, q, k, v, p, bias, causal, scale, None, state)
+    sums = sums[..., : q.size(2)]
+    dq, dk, dv, ds = _backward(grad, q, k, v, out, sums, p, bias, causal, scale, None, state)
     return dq, dk, dv, ds.sum_to_size(bias.shape) if mask[3] and bias is not None else None
 
 
@@ -239,14 +245,15 @@ def efficient_backward(
         raise NotImplementedError("window_size is not supported")
     rules = (bias, _MASKS[mask_type], scale, None, _state_from(seed, offset, p))
     if cu_seqlens_q is None:
-        turned = (t.transpose(1, 2) for t in (grad, query, key, value))
-        *found, ds = _backward(*turned, p, *rules)
+        turned = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+        *found, ds = _backward(*turned, sums[..., : query.size(1)], p, *rules)
         found = [t.transpose(1, 2) for t in found]
         return *found, ds.sum_to_size(bias.shape) if bias_requires_grad else None
     found = [torch.zeros(t.shape) for t in (query, key, value)]
     sequences = _by_sequence(query[0], key[0], value[0], cu_seqlens_q, cu_seqlens_k)
-    for qkv, of_q, of_k in sequences:
-        parts = _backward(grad[0, of_q].transpose(0, 1)[None], *qkv, p, *rules)[:3]
+    for i, (qkv, of_q, of_k) in enumerate(sequences):
+        g, o = (t[0, of_q].transpose(0, 1)[None] for t in (grad, out))
+        parts = _backward(g, *qkv, o, sums[i : i + 1, :, : g.size(2)], p, *rules)[:3]
         for to, at, part in zip(found, (of_q, of_k, of_k), parts, strict=True):
             to[0, at] = part[0].transpose(0, 1)
     return *found, None
@@ -281,7 +288,8 @@ def sdp_cudnn_backward(
     """Computes _scaled_dot_product_cudnn_attention_backward."""
     state = _state_from(seed, offset, p)
     causal = "top" if causal else None
-    found = _backward(grad, q, k, v, p, bias, causal, scale, None, state)
+    sums = sums.squeeze(-1)
+    found = _backward(grad, q, k, v, out, sums, p, bias, causal, scale, None, state)
     return tuple(_like(g, t) for g, t in zip(found, (q, k, v), strict=False))
 
 

@@ -23,6 +23,7 @@ from headroom.functional import (
     rms_norm,
     rope,
     rope_tables,
+    sink_attention,
 )
 from headroom.loss import linear_distillation_loss
 from headroom.nn.functional import mlp_block
@@ -108,6 +109,15 @@ def _mlp_reference(x, norm_weight, gate_up, down):
 def _index(x):
     rows = torch.arange(len(x), device=x.device)
     return torch.stack((rows % 3, (rows + 1) % 4), -1)  # of four experts
+
+
+def _sinks_reference(q, k, v, sinks):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    every = torch.cat((scores.masked_fill(hidden, float("-inf")), column), -1)
+    return every.softmax(-1)[..., :-1] @ v
 
 
 def _experts_reference(x, weight, gate_up, down):
@@ -245,5 +255,11 @@ OPS = [
         lambda x, weight, gate_up, down: experts(x, _index(x), weight, gate_up / 8, down / 8),
         _experts_reference,
         (_ROWS, (ROWS, 2), (4, 2 * _FEATURES, COLS), (4, COLS, _FEATURES)),
+    ),
+    DifferentiableOp(
+        "sink_attention",
+        sink_attention,
+        _sinks_reference,
+        ((2, 4, ROWS, 8), (2, 2, ROWS, 8), (2, 2, ROWS, 8), (4,)),
     ),
 ]
