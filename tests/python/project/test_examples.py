@@ -19,6 +19,7 @@ from headroom.state.tree import decode
 
 import convergence
 import data
+import experts
 import ladder
 import qlora
 import train as examples_train
@@ -461,6 +462,19 @@ def test_a_merge_of_another_scale_fails(small_qlora, monkeypatch, capsys):
     monkeypatch.setattr(headroom.nn.LoRALinear, "delta", lambda *args: 0.99 * delta(*args))
     assert qlora.main() == 1
     assert "FAILED: merged" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_in_4_bits(monkeypatch, tmp_path, text, capsys):
+    sizes = dict(hidden_size=64, head_dim=16, num_hidden_layers=2, moe_intermediate_size=64)
+    for name, value in dict(CONTEXT=32, BASE_STEPS=8, LR=1e-2, FALLS=0.2, NEAR=0.1).items():
+        monkeypatch.setattr(experts, name, value)
+    monkeypatch.setattr(experts, "CONFIG", experts.CONFIG | sizes | {"num_experts": 8})
+    arguments = ["--data", text, "--steps", "30", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *arguments])
+    assert experts.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("PASSED") == 5 and "PEFT reads the adapters" in shown
 
 
 @pytest.mark.slow
