@@ -96,7 +96,7 @@ def take_stacks(
         rule: Any = rules[path]
         count = stack_shape(inner(model.get_submodule(path)), rule, stack)[0]
         matrices = _by_expert(a, b, count, layout == "unsloth")
-        if exchanged and not rule.options["transposed"]:
+        if exchanged and not _is_transposed(model, path):
             matrices = matrices[1].mT, matrices[0].mT
         found.setdefault(path, {})[stack] = matrices
     return found
@@ -164,7 +164,7 @@ def _are_exchanged(
             for exchanged, (i, o) in ((False, (cols, rows)), (True, (rows, cols)))
             if a.shape == (rank, i) and b.shape == (o, rank) and rank and not rank % count
         }
-        if rules[path].options["transposed"]:
+        if _is_transposed(model, path):
             fits -= {True}
         else:
             found, first = found & fits, first or name
@@ -188,6 +188,13 @@ def _are_exchanged(
     if len(found & said) == 2:
         return layout is None and version is not None and version < _SINCE
     return True in found & said
+
+
+def _is_transposed(model: nn.Module, path: str) -> bool:
+    """Returns whether PEFT found the stacks of a module to be ``[experts, in, out]``: those of
+    gpt-oss, which lie the other way round in MXFP4."""
+    module: Any = inner(model.get_submodule(path))
+    return module.is_transposed
 
 
 def _version(text: Any) -> tuple[int, ...] | None:

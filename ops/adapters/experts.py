@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._core.checks import check_count
 from ..nn.experts import ExpertsRule
@@ -20,6 +21,11 @@ from .report import Unadapted
 # What configs of transformers call the number of experts of a token.
 CHOSEN = "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 
+BITSANDBYTES = (
+    "bitsandbytes has put its stacks into 4 bits: quantize the model by headroom.quantize, or let "
+    "PEFT add the adapter and call headroom.patch"
+)
+
 Rules = Mapping[str, ExpertsRule | str]
 Stacks = dict[str, dict[str, Adapter]]
 
@@ -29,6 +35,7 @@ def experts_in(model: nn.Module) -> dict[str, ExpertsRule | str]:
     adapters; those with adapters under the names that they have in the model."""
     rules, adapted = found_experts(model), param_wrappers(model)
     rules |= dict.fromkeys(rules.keys() & adapted.keys(), "it has adapters of PEFT")
+    rules |= dict.fromkeys(filter(is_parametrized, rules), BITSANDBYTES)
     found = {path: rules.get(_base(module)) for path, module in outside(model)}
     return {path: rule for path, rule in found.items() if rule is not None}
 

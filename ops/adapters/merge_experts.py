@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix
+from ..functional.quantize_matrix import MXFP4, QuantizedMatrix, dequantize_matrix
 from ..nn.bitsandbytes import scales_name
 from ..nn.experts import LowRankStack, QuantizedExperts
 from ..nn.lora_experts import LoRAExperts
@@ -39,6 +39,9 @@ def merged_experts(
     squares = torch.zeros(
         2, dtype=torch.float64, device=getattr(base, module.rule.stacks[0]).device
     )
+    is_turned = base.is_transposed != module.rule.options["transposed"]  # of MXFP4 alone
+    if again and any(getattr(stack, "format", None) == MXFP4 for stack in held.values()):
+        raise ValueError("requantize=True, but nothing can be put into MXFP4: merge without it")
     for name in changed_stacks(module, again):
         weight = originals.get(name, held[name])
         wanted = None if again else dtype or held[name].dtype
@@ -52,6 +55,7 @@ def merged_experts(
         if isinstance(stack, QuantizedMatrix):
             made._hold(name, stack)
         else:
+            stack = stack.mT.contiguous() if is_turned else stack
             made._parameters[name] = nn.Parameter(stack, requires_grad=False)
     for name, param in made._parameters.items() if not again else ():
         if dtype is not None and param is not None and param.dtype != dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,10 +48,19 @@ class LoRAExperts(Switched):
 
     def __init__(self, base_layer: nn.Module, rule: ExpertsRule) -> None:
         super().__init__()
-        self.base_layer, self.rule = base_layer, rule
+        self.base_layer, self._given = base_layer, rule
         self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
         self.adapters: dict[str, Mapping[str, Adapter]] = {}
         self.train(base_layer.training)
+
+    @property
+    def rule(self) -> ExpertsRule:
+        """Returns what the base computes now, which may be put into few bits, and be decoded."""
+        base: Any = self.base_layer
+        if isinstance(base, QuantizedExperts):
+            return base.rule
+        options = self._given.options | {"transposed": base.is_transposed}
+        return dataclasses.replace(self._given, options=options)
 
     @property
     def names(self) -> list[str]:
@@ -133,7 +143,9 @@ class LoRAExperts(Switched):
     def _rule(self) -> ExpertsRule:
         """Returns the rule with the level at which :func:`headroom.patch` has put the base."""
         own: Any = vars(self.base_layer).get("forward")
-        return own.args[1] if getattr(own, "func", None) is experts_forward else self.rule
+        if getattr(own, "func", None) is not experts_forward:
+            return self.rule
+        return self.rule.at(own.args[1].options["save"])
 
     def _sums(self, adapters: Mapping[str, LowRankStack]) -> dict[str, Tensor]:
         """Returns whole stacks, with what adapters add to them."""

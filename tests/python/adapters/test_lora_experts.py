@@ -390,3 +390,14 @@ def test_a_plan_is_what_a_step_takes(level):
             model(**batch).loss.backward()
             model.zero_grad()
     assert plan.total_bytes == pytest.approx(tracked.peak_bytes, rel=5e-4)
+
+
+def test_stacks_that_bitsandbytes_holds_are_left():
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    model = moe_of("Mixtral")
+    for module in experts_of(model).values():
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(module, name)
+    with pytest.raises(ValueError, match="experts is 2, but .*: bitsandbytes has put its s"):
+        headroom.lora(model, 4, experts=2)
+    assert headroom.lora(model, 4).adapted

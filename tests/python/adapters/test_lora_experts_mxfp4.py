@@ -1,0 +1,70 @@
+"""Adapters over experts of gpt-oss in MXFP4, whose matrices lie the other way round there."""
+
+import copy
+
+import headroom
+import pytest
+import torch
+from headroom.functional.quantize_matrix import mxfp4_matrix
+from headroom.nn import QuantizedExperts
+from headroom.state import load_adapter, save_adapter
+
+from helpers.bits import assert_same_bits
+from helpers.hf_models import outputs, shaken, transformers
+from helpers.moe_models import experts_of, moe_of, step, tokens_of
+
+SIZES = dict(intermediate_size=32)  # down_proj is square
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.utils.logging.set_verbosity_error()
+
+
+def in_mxfp4():
+    model, g = moe_of("GptOss", **SIZES), torch.Generator().manual_seed(4)
+    headroom.patch(model, norms=False)
+    rules = {name: module.forward.args[1] for name, module in experts_of(model).items()}
+    headroom.unpatch(model)
+    for name, module in experts_of(model).items():
+        stacks = []
+        for stack in ("gate_up_proj", "down_proj"):
+            count, inputs, rows = getattr(module, stack).shape
+            shape = (count, rows, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=g, dtype=torch.uint8)
+            scales = torch.randint(121, 125, shape, generator=g, dtype=torch.uint8)
+            stacks.append(mxfp4_matrix(blocks, scales))
+        QuantizedExperts.take(module, rules[name], stacks)
+    return model
+
+
+def test_values_gradients_files_and_merging(tmp_path):
+    model = in_mxfp4()
+    headroom.lora(model, 4, alpha=6, experts=True)
+    shaken(model)
+    dense = headroom.dequantize(copy.deepcopy(model), torch.float32)
+    module = dense.model.layers[0].mlp.experts
+    assert not isinstance(module.base_layer, QuantizedExperts) and module.base_layer.is_transposed
+    for each in experts_of(dense).values():
+        each.requires_grad_(False)
+    want = step(dense, tokens_of())
+    for level in ("L0", "L2", "L5"):
+        headroom.patch(model, level, norms=False)
+        got = step(model, tokens_of())
+        assert got.keys() == want.keys()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    wanted = outputs(model)
+    headroom.unpatch(model)
+    save_adapter(model, tmp_path)
+    other = in_mxfp4().eval()
+    load_adapter(other, tmp_path)
+    assert_same_bits(outputs(other), wanted)
+    with pytest.raises(ValueError, match="requantize=True, but nothing can be put into MXFP4"):
+        headroom.merge(model, requantize=True)
+    headroom.merge(model, torch.float32)
+    assert type(model.model.layers[0].mlp.experts) is type(module.base_layer)
+    torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-4)
+    headroom.merge(dense)
+    torch.testing.assert_close(outputs(dense), wanted, rtol=1e-4, atol=1e-4)
+    headroom.unmerge(model)
+    assert_same_bits(outputs(model), wanted)
