@@ -234,10 +234,13 @@ def test_earlier_files_of_peft_are_told_by_their_shapes(version, tmp_path):
 
 
 def test_stacks_that_peft_has_never_exchanged(tmp_path):
-    wanted, _ = saved(tmp_path, "GptOss")
+    wanted, tensors = saved(tmp_path, "GptOss")
     written(tmp_path, peft_version=None)
     for layout in (None, "peft", "peft-0.17"):
         assert_same_bits(outputs(loaded(tmp_path, "GptOss", experts_layout=layout)), wanted)
+    written(tmp_path, exchanged(tensors, EXPERTS))
+    with pytest.raises(ValueError, match="do not fit '.*experts.*'"):
+        loaded(tmp_path, "GptOss")
 
 
 @pytest.mark.parametrize("is_old", [False, True])
