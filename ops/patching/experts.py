@@ -70,6 +70,11 @@ def found_experts(model: nn.Module) -> dict[nn.Module, ExpertsRule | str]:
             if key not in tried:
                 tried[key] = _recognized(dense)
             rule = tried[key]
+        if isinstance(rule, ExpertsRule) and is_parametrized(module):
+            of_all = vars(module)["_modules"]["parametrizations"].keys() == {*rule.stacks}
+            rule = (
+                rule if of_all else "bitsandbytes has put some of its stacks into 4 bits, not all"
+            )
         if isinstance(rule, ExpertsRule) and module in wrappers:
             rule = wrapper_obstacle(wrappers[module], rule) or rule
         found[module] = rule
@@ -249,7 +254,7 @@ def swap_experts(
         if isinstance(rule, str):
             report._leave(name, module, rule)
             continue
-        forward, held = functools.partial(experts_forward, module, rule.at(save)), None
+        forward = functools.partial(experts_forward, module, rule.at(save))
         if is_parametrized(module):
             held = HeldExperts(rule.at(save))
             try:
@@ -261,7 +266,7 @@ def swap_experts(
         changes.set(module, "forward", forward)
         if module in wrappers:
             outer = wrappers[module][0]
-            forward = functools.partial(peft_experts_forward, outer, rule.at(save), held)
+            forward = functools.partial(peft_experts_forward, outer, rule.at(save))
             changes.set(outer, "forward", forward)
         report._swap(name, module, "experts", "headroom.functional.experts")
 

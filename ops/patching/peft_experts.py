@@ -16,7 +16,6 @@ from ..nn.experts import (
 )
 from ..nn.fused import is_untouched
 from ..nn.lora import joined
-from .bitsandbytes_experts import HeldExperts
 from .changes import patched_names
 
 
@@ -47,25 +46,18 @@ def wrapper_obstacle(wrappers: Sequence[Any], rule: ExpertsRule) -> str | None:
     return None
 
 
-def peft_experts_forward(
-    outer: Any, rule: ExpertsRule, held: HeldExperts | None, *args: Any, **kwargs: Any
-) -> Any:
+def peft_experts_forward(outer: Any, rule: ExpertsRule, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the forward of the outermost wrapper, which it calls where there is
-    nothing to add, as with disabled or merged adapters, and where the op cannot compute it.
-
-    Args:
-        held: what holds the codes of stacks that bitsandbytes has put into 4 bits.
-    """
+    nothing to add, as with disabled or merged adapters, and where the op cannot compute it."""
     base = outer.get_base_layer()
-    experts = base if held is None else held.hold(base)
-    if is_untouched(base) and (adapters := _adapters(outer, experts, rule)):
-        y = experts_computed(experts, rule, args, kwargs, adapters)
+    if is_untouched(base) and (adapters := _adapters(outer, rule)):
+        y = experts_computed(base, rule, args, kwargs, adapters)
         if y is not None:
             return y
     return type(outer).forward(outer, *args, **kwargs)
 
 
-def _adapters(outer: Any, experts: nn.Module, rule: ExpertsRule) -> dict[str, LowRankStack] | None:
+def _adapters(outer: Any, rule: ExpertsRule) -> dict[str, LowRankStack] | None:
     """Returns the sum of the active adapters of each stack, or None where adapters compute more."""
     found: dict[str, LowRankStack] = {}
     layer, base = outer, outer.get_base_layer()
@@ -73,7 +65,7 @@ def _adapters(outer: Any, experts: nn.Module, rule: ExpertsRule) -> dict[str, Lo
         if layer.disable_adapters or layer.merged or not (layer is outer or is_untouched(layer)):
             return None
         names = [name for name in layer.active_adapters if name in layer.lora_A]
-        shape = stack_shape(experts, rule, layer.parameter_name)
+        shape = stack_shape(base, rule, layer.parameter_name)
         parts = [_matrices(layer, name, shape) for name in names]
         known = [one for one in parts if one is not None]
         if len(known) < len(parts):

@@ -67,6 +67,16 @@ def test_gradients_are_theirs_and_no_stack_is_made(name, nested, monkeypatch):
     assert_same_bits(step(model, inputs).values(), want.values())
 
 
+def test_some_stacks_in_few_bits_are_left():
+    model, inputs = moe_of("Qwen3Moe", **WIDE), tokens_of()
+    for module in experts_of(model).values():
+        parametrize.replace_parameter_4bit(module, "down_proj")
+    want = step(model, inputs)
+    report = headroom.patch(model, norms=False)
+    assert "some of its stacks into 4 bits, not all" in str(report)
+    assert_same_bits(step(model, inputs).values(), want.values())
+
+
 def test_copies_and_stacks_that_were_replaced():
     model, inputs = theirs("Mixtral", nested=True), tokens_of()
     headroom.patch(model, "L2", norms=False)

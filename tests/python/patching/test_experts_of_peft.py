@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.bits import assert_same_bits
+from helpers.few_bits import error
 from helpers.hf_models import outputs, shaken, transformers
 from helpers.kept import kept_bytes
 from helpers.moe_models import EXPERTS, FEATURES, HIDDEN, in_float64, moe_of, step, tokens_of
@@ -162,7 +163,7 @@ def test_what_is_left_to_peft():
     model = adapted("GptOss", target_parameters=["experts.down_proj_bias"])
     want = step(model, tokens_of())
     assert left_of(model) == {"PEFT has given its down_proj_bias adapters"}
-    assert_same_bits(step(model, tokens_of()).values(), want.values())
+    assert error(step(model, tokens_of()), want) < 1e-5  # attention is not left
     model = adapted("Mixtral")
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper":
