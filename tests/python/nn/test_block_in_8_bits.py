@@ -397,6 +397,7 @@ def test_gradients_of_a_trained_model_are_within_the_bars():
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_device_has_the_codes_of_the_cpu_and_copies_them(small):
     model = model_of(layers=4, head=True, final_norm=True).cuda()
     ids = torch.randint(40, (2, 19), generator=torch.Generator().manual_seed(1)).cuda()
