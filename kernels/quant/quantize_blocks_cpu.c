@@ -1,11 +1,13 @@
 /*
  * quantize_blocks_cpu.c: the CPU loops of hr_quantize_blocks and hr_dequantize_blocks. One parallel
- * region covers the blocks of the whole list.
+ * region covers the blocks of the whole list. Blocks of the signed map, which activations are kept in,
+ * go through the vector code that optimizers have for their moments.
  */
 #include <pthread.h>
 
 #include "kernels/core/cpu.h"
 #include "kernels/quant/quantize_blocks.h"
+#include "kernels/quant/quantize_blocks_cpu_signed.h"
 
 /* Filled once. The maps are static, so that no call can run out of memory. */
 static quant_maps kept_maps;
@@ -37,6 +39,10 @@ HR_INLINE void quantize_block(const quantize_args *a, int64_t k, int64_t i, int 
     float *const absmax = (float *)a->absmaxs->data[k] + i / a->config->block_size;
     float tile[QUANT_MAX_BLOCK];
     FOR_DTYPE(a->values->dtype[k], V, load_few(a->values->data[k], i, count, tile, V))
+    if (is_signed) {
+        *absmax = quant_encode_signed(tile, count, codes);
+        return;
+    }
     uint32_t largest = 0;
     for (int lane = 0; lane < count; lane++) {
         const uint32_t magnitude = quant_magnitude(tile[lane], 0);
@@ -45,7 +51,7 @@ HR_INLINE void quantize_block(const quantize_args *a, int64_t k, int64_t i, int 
     *absmax = quant_absmax(largest, 0);
     const dynamic_scale scale = dynamic_scale_of(*absmax);
     for (int lane = 0; lane < count; lane++)
-        codes[lane] = quant_encode(&kept_maps, tile[lane], scale, is_signed);
+        codes[lane] = quant_encode(&kept_maps, tile[lane], scale, 0);
 }
 
 HR_INLINE void dequantize_block(const quantize_args *a, int64_t k, int64_t i, int count)
@@ -54,8 +60,10 @@ HR_INLINE void dequantize_block(const quantize_args *a, int64_t k, int64_t i, in
     const uint8_t *const codes = (const uint8_t *)a->codes->data[k] + i;
     const float absmax = ((const float *)a->absmaxs->data[k])[i / a->config->block_size];
     float tile[QUANT_MAX_BLOCK];
-    for (int lane = 0; lane < count; lane++)
-        tile[lane] = quant_decode(&kept_maps, codes[lane], absmax, is_signed);
+    if (is_signed)
+        quant_decode_signed(codes, count, absmax, tile);
+    for (int lane = 0; lane < count && !is_signed; lane++)
+        tile[lane] = quant_decode(&kept_maps, codes[lane], absmax, 0);
     FOR_DTYPE(a->values->dtype[k], V, store_few(a->values->data[k], i, count, tile, V))
 }
 

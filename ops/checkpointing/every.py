@@ -92,8 +92,8 @@ def checkpoint_every(model: nn.Module, n: int = 1, **options: Any) -> Checkpoint
     chosen = [pair for k, pair in enumerate(blocks) if k % n == 0]
     for name, block in chosen:
         # What the last block keeps is wanted back as soon as it would have left.
-        stays = {"host": False} if options.get("host") and name == blocks[-1][0] else {}
-        block._checkpoint_options = options | stays  # type: ignore[assignment]
+        moved = {"host", "in_8_bits"} & options.keys() if name == blocks[-1][0] else ()
+        block._checkpoint_options = options | dict.fromkeys(moved, False)  # type: ignore[assignment]
         # Of the block, so that a copy has its own, and a function that pickle finds by its name.
         block.forward = functools.partial(_forward, block)
     return CheckpointedBlocks(chosen, [name for k, (name, _) in enumerate(blocks) if k % n != 0])

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from .._core.recompute import Saving, check_version
 from .._core.surroundings import again, later_calls
 from ..host.saved import saved_on_host
+from .in_8_bits import saved_in_8_bits
 from .verify import verified_region, verified_results
 
 
@@ -32,12 +33,14 @@ def checkpoint(
     early_stop: bool = True,
     verify: bool = False,
     host: bool = False,
+    in_8_bits: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Returns ``function(*args, **kwargs)``, and keeps its inputs instead of its activations.
 
-    The backward pass calls the function again. All but ``verify`` and ``host`` goes to
-    :func:`torch.utils.checkpoint.checkpoint`, whose documentation says the rest.
+    The backward pass calls the function again. All but ``verify``, ``host`` and
+    ``in_8_bits`` goes to :func:`torch.utils.checkpoint.checkpoint`, whose documentation says the
+    rest.
 
     Args:
         function: the region; with None the result is a decorator.
@@ -55,12 +58,17 @@ def checkpoint(
             dropped, and waits for the device in the backward pass.
         host: holds the inputs that require a gradient in the host arena until the backward pass
             calls the function; while torch.compile traces it, they stay on the device.
+        in_8_bits: holds them in 8 bits, so that what is computed again, and gradients with it, are
+            those of inputs that were rounded by :func:`headroom.functional.quantize_blocks` in
+            blocks of 64. With ``host`` it is the codes that leave the device.
 
     Raises:
         HostMemoryError: with ``host``, when the arena has no room.
         RecomputeError: with ``verify``, in the backward pass: names the module whose operation
             saved the tensor, the tensor, and the elements among which the first difference is.
-        RuntimeError: with ``verify``, while torch.compile traces the call.
+        RuntimeError: with ``verify`` or ``in_8_bits``, while torch.compile traces the call; with
+            ``in_8_bits``, in a backward pass with ``create_graph=True``.
+        ValueError: ``verify`` and ``in_8_bits`` are both set.
     """
     options: dict[str, Any] = {
         "use_reentrant": use_reentrant,
@@ -72,13 +80,22 @@ def checkpoint(
     if context_fn is not noop_context_fn:
         options["context_fn"] = context_fn
     if function is None:
-        options |= {"verify": verify, "host": host} | kwargs
+        options |= {"verify": verify, "host": host, "in_8_bits": in_8_bits} | kwargs
         return lambda f: functools.wraps(f)(functools.partial(checkpointed, f, options))
     if not torch.compiler.is_compiling():
         function = again(function)
     if host and not torch.compiler.is_compiling():
         with saved_on_host(stay=(*args, *kwargs.values())):
-            return checkpoint(function, *args, verify=verify, **options, **kwargs)
+            options |= {"verify": verify, "in_8_bits": in_8_bits}
+            return checkpoint(function, *args, **options, **kwargs)
+    if in_8_bits:
+        if verify:
+            raise ValueError(
+                "checkpoint: verify and in_8_bits are both set, but what is computed again from "
+                "rounded inputs always differs; verify with inputs as they are"
+            )
+        with saved_in_8_bits(x for x in args if isinstance(x, Tensor) and x.requires_grad):
+            return checkpoint(function, *args, **options, **kwargs)
     run = function
     if not (use_reentrant or torch.compiler.is_compiling()):
         run = later_calls(function, _completed)

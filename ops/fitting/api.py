@@ -83,9 +83,10 @@ def fit(
             one on a GPU meanwhile.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
-            rounded for good), "adafactor", and "int8" and "nf4", by which the frozen weights of
-            linear layers are quantized as by :func:`headroom.quantize`, for good, where nothing
-            fits otherwise.
+            rounded for good), "adafactor", "act8" (blocks may keep their inputs in 8 bits, as at
+            "L5:8bit" of :class:`headroom.nn.Block`), and "int8" and "nf4", by which the frozen
+            weights of linear layers are quantized as by :func:`headroom.quantize`, for good, where
+            nothing fits otherwise.
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
         ladder: what :func:`headroom.ladder` returned for the same arguments: what it has measured

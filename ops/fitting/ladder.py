@@ -260,6 +260,7 @@ def _asked(search: Search) -> dict[str, Any]:
             list(techniques.optimizers),
             techniques.formats,
             list(dict.fromkeys(choice.others for choice in techniques.choices)),
+            techniques.in_8_bits,
         ),
         "only": techniques.only,
     }

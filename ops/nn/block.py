@@ -27,10 +27,11 @@ def norm_names(layout: str) -> list[str]:
 class Block(nn.Module):
     """A transformer block with a dial: how much of it is kept for the backward pass.
 
-    Whatever is kept, gradients have the same bits: what was dropped is computed again by the same
-    operations. A Block calls the modules in its halves, and not the halves, whose own hooks do not
-    run. Per token, with h = hidden size, a = heads * head_dim, k = kv_heads * head_dim, f =
-    features, g = 2 with a gate and 1 without, in elements, and for layout "pre":
+    Gradients have the same bits at every exact level, which all of these are: what was dropped is
+    computed again by the same operations. A Block calls the modules in its halves, and not the
+    halves, whose own hooks do not run. Per token, with h = hidden size, a = heads * head_dim, k =
+    kv_heads * head_dim, f = features, g = 2 with a gate and 1 without, in elements, and for layout
+    "pre":
 
     ======  =================================================================================
     level   kept
@@ -48,6 +49,10 @@ class Block(nn.Module):
     (:class:`headroom.HostArena`) between the forward and the backward pass: tensors of 64 KiB and
     more, each once, and no parameters or inputs that the model shares. torch.compile traces no
     such level but "L5@host", which is then "L5".
+
+    "L5:8bit" keeps the input as codes of 8 bits with a scale per 64 elements, 17/16 h bytes, so
+    that gradients are those of the rounded input: see :func:`headroom.checkpoint`. torch.compile
+    does not trace it, and it has no second derivatives. "L5:8bit@host" copies the codes.
 
     All but L0 and L5 also keep what attention keeps beside q, k, v and its result: 4 bytes per head
     with FlashAttention. With layout "post" or "sandwich", L1 to L4 keep the inputs of the two norms

@@ -14,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from .._core.capture import is_capturing
 from .._core.recompute import Dropping, can_drop
 from .._core.rows import autocast_dtype
+from ..checkpointing.in_8_bits import saved_in_8_bits
 from ..host.saved import saved_on_host
 from .fused import is_known
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
 ON_HOST = "@host"
+IN_8_BITS = ":8bit"
+LEVELS_IN_8_BITS = {"L5": "L5" + IN_8_BITS}  # by the same without it
 MLP_SAVES = ("all", "gate_up", "input", "input", "input", "input")  # per level
 
 Run = Callable[..., Any]
@@ -26,30 +29,54 @@ Drop = Callable[[Tensor, Run], Tensor]
 
 
 class SaveLevel(NamedTuple):
-    """Says how much a block keeps, 0 to 5, and whether it is held on the host."""
+    """Says how much a block keeps, 0 to 5, whether that is rounded to 8 bits, and whether it is
+    held on the host. Of those on the host, and of those that are not, a greater one keeps less."""
 
     number: int
+    in_8_bits: bool = False
     on_host: bool = False
 
+    @property
+    def exact(self) -> str:
+        """Returns the name of the level at which nothing is rounded or leaves the device."""
+        return LEVELS[self.number]
+
     def __str__(self) -> str:
-        return LEVELS[self.number] + (ON_HOST if self.on_host else "")
+        return self.exact + IN_8_BITS * self.in_8_bits + ON_HOST * self.on_host
 
 
-def save_level(name: str) -> SaveLevel:
-    """Returns what the name of a save level means, or raises a ValueError."""
-    level = name.removesuffix(ON_HOST)
+def save_level(name: Any, block: str = "") -> SaveLevel:
+    """Returns what the name of a save level means.
+
+    Args:
+        block: its name, which an error says.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    block = block and f" for {block}"
+    where = name.removesuffix(ON_HOST) if isinstance(name, str) else ""
+    level = where.removesuffix(IN_8_BITS)
+    rounded = ", ".join(LEVELS_IN_8_BITS.values())
     if level not in LEVELS:
         raise ValueError(
-            f"save is {name!r}, wanted one of {', '.join(LEVELS)}, or one of these with "
-            f"{ON_HOST!r} behind it"
+            f"save is {name!r}{block}, wanted one of {', '.join(LEVELS)}, {rounded}, or one of "
+            f"these with {ON_HOST!r} behind it"
         )
-    return SaveLevel(LEVELS.index(level), on_host=level != name)
+    if level != where and level not in LEVELS_IN_8_BITS:
+        raise ValueError(
+            f"save is {name!r}{block}, but in 8 bits there is only {rounded}: what attention keeps "
+            "must be that of the same q and k, and without it a level in 8 bits keeps hardly less "
+            "than the next exact one"
+        )
+    return SaveLevel(LEVELS.index(level), level != where, where != name)
 
 
 def levels_for_all(name: str, blocks: int) -> list[str]:
     """Returns the level of each of some blocks that run one after another, given one for all. The
-    last block's tensors are wanted back as soon as they would have left, so they stay."""
-    return [name] * (blocks - 1) + [name.removesuffix(ON_HOST)] * min(blocks, 1)
+    last block's tensors are wanted back as soon as they would have left, so they stay as they
+    are."""
+    return [name] * (blocks - 1) + [save_level(name).exact] * min(blocks, 1)
 
 
 class AttentionSteps(NamedTuple):
@@ -126,6 +153,9 @@ def run_steps(
     level = save.number
     if save.on_host and not (level == 5 and torch.compiler.is_compiling()):
         with saved_on_host(stay=tables):
+            return run_steps(steps, save._replace(on_host=False), x, *tables)
+    if save.in_8_bits:
+        with saved_in_8_bits((x,)):
             return run_steps(steps, SaveLevel(level), x, *tables)
     if torch.compiler.is_compiling():
         if level == 5 and torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from ..checkpointing.every import repeated_blocks
 from ..host.saved import saved_on_host
 from ..nn import LEVELS, Block
 from ..nn.experts import ExpertsRule
-from ..nn.steps import ON_HOST, levels_for_all, save_level
+from ..nn.steps import SaveLevel, levels_for_all, save_level
 from .changes import Changes
 from .experts import keep_choices, swap_experts
 from .report import PatchReport
@@ -126,6 +126,14 @@ class AnyBlock:
             own, of_checkpoint = vars(module).get("forward"), dict(options.checkpoint)
             if save.on_host:
                 of_checkpoint["host"] = True
+            if save.in_8_bits:
+                if of_checkpoint.get("verify"):
+                    raise ValueError(
+                        f"headroom.patch: save is {level!r} for {self.name}, and verify is in "
+                        "checkpoint_options, but what is computed again from rounded inputs always "
+                        f"differs; verify at {save.exact!r}"
+                    )
+                of_checkpoint["in_8_bits"] = True
             forward = _forward if save.number == 5 else _forward_on_host
             changes.set(module, "forward", functools.partial(forward, module, of_checkpoint, own))
         report._set_level(self.name, module, level)
@@ -149,7 +157,7 @@ class ExpertsBlock(AnyBlock):
     def patch(
         self, level: str | None, options: Options, changes: Changes, report: PatchReport
     ) -> None:
-        name = LEANEST_FREE if level is None else level.removesuffix(ON_HOST)
+        name = LEANEST_FREE if level is None else save_level(level).exact
         is_again = name == "L5"  # where what costs a product would be computed three times
         save = LEANEST_FREE if is_again else name
         swap_experts(self.model, self.module, self.found, save, changes, report)
@@ -163,9 +171,10 @@ class ExpertsBlock(AnyBlock):
 
 @contextmanager
 def verified_blocks() -> Iterator[None]:
-    """Lets blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
-    that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
-    pass if they compute something else when they run again."""
+    """Lets blocks at L5 that run forward, besides those of :mod:`headroom.nn`, those that keep
+    their inputs in 8 bits and those that torch.compile traces, raise
+    :class:`headroom.checkpointing.RecomputeError` in the backward pass if they compute something
+    else when they run again."""
     token = object()
     _verifying.add(token)
     try:
@@ -220,7 +229,7 @@ def _checkpointed(
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args)
-    if _verifying:
+    if _verifying and not options.get("in_8_bits"):
         options = options | {"verify": True}
     run = keeping_choices(run)
     if not options.get("use_reentrant") and _norms_with_statistics(module):
@@ -311,7 +320,7 @@ def chosen_levels(
         )
     if isinstance(save, str):
         # Blocks that cannot be at a level stay as they are beside some that can.
-        can = [save.removesuffix(ON_HOST) in layer.levels for layer in layers]
+        can = [_level_of(layer, save).exact in layer.levels for layer in layers]
         levels: list[str | None] = [
             level if fits or not any(can) else None
             for level, fits in zip(levels_for_all(save, len(layers)), can)
@@ -330,12 +339,7 @@ def chosen_levels(
     for layer, level in zip(layers, levels):
         if level is None:
             continue
-        if not isinstance(level, str) or level.removesuffix(ON_HOST) not in LEVELS:
-            raise ValueError(
-                f"headroom.patch: save is {level!r} for {layer.name}, wanted one of "
-                f"{', '.join(LEVELS)}, or one of these with {ON_HOST!r} behind it"
-            )
-        if level.removesuffix(ON_HOST) not in layer.levels:
+        if _level_of(layer, level).exact not in layer.levels:
             raise ValueError(
                 f"headroom.patch: save is {level} for {layer.name}, a "
                 f"{type(layer.module).__name__}, which can be at {' or '.join(layer.levels)}; the "
@@ -343,6 +347,13 @@ def chosen_levels(
                 "blocks with experts that can be swapped, too; docs/experts.md says which"
             )
     return levels
+
+
+def _level_of(layer: PatchedLayer, name: Any) -> SaveLevel:
+    try:
+        return save_level(name, layer.name)
+    except ValueError as error:
+        raise ValueError(f"headroom.patch: {error}") from None
 
 
 def by_block(

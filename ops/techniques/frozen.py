@@ -23,7 +23,7 @@ class Frozen(Technique):
     field, default = "frozen", "given"
     told, row = 4, 3
     in_words, in_row = "frozen in {}", ("frozen weights", "as given", "{}")
-    allowed = {"int8": 4, "nf4": 5}  # the first one changes them the least
+    allowed = {"int8": 5, "nf4": 6}  # the first one changes them the least
     changes = {"int8": "frozen weights have 8 bits", "nf4": "frozen weights have 4 bits"}
 
     def values(self, request: Request, choice: Any) -> Sequence[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from .._core.module_copies import copied_modules
 from ..nn.block import Block
-from ..nn.steps import LEVELS, SaveLevel, levels_for_all, save_level
+from ..nn.steps import LEVELS, LEVELS_IN_8_BITS, SaveLevel, levels_for_all, save_level
 from ..patching.blocks import PatchedLayer
 from ..patching.changes import is_patched
 from ..patching.families import find_layers
@@ -31,6 +31,9 @@ _TIMES_OF_EXPERTS = {"L2": "at most 33 % slower", "L5": "at most 33 % slower"}
 _SOURCE_OF_EXPERTS = "products done again, of those of frozen experts: docs/experts.md"
 
 
+IN_8_BITS = "act8"  # what must be allowed for levels at which gradients have an error
+
+
 class Levels(Technique):
     """Sets what each block keeps, and in the same patch the fused loss and the blocks whose weights
     are on the host."""
@@ -38,8 +41,13 @@ class Levels(Technique):
     field, default = "levels", ()
     told, row = 0, 9
     is_searched = counts = False
+    allowed = {IN_8_BITS: 4}
+    changes = {IN_8_BITS: "blocks keep their inputs in 8 bits, and gradients are those of these"}
     options = {
-        "save": Option(choices=LEVELS, help="save level of the blocks of headroom.nn"),
+        "save": Option(
+            choices=(*LEVELS, *LEVELS_IN_8_BITS.values()),
+            help="save level of the blocks of headroom.nn",
+        ),
         "checkpoint_every": Option(least=1),
     }
 
@@ -49,6 +57,9 @@ class Levels(Technique):
 
     def is_used(self, choice: Any) -> bool:
         return bool(choice.levels or choice.fused_loss)
+
+    def needs(self, choice: Any) -> str:
+        return IN_8_BITS * any(save_level(name).in_8_bits for name in choice.levels)
 
     def on_copy(self, target: Target, choice: Any) -> None:
         set_blocks(target, choice.but(weights_host=0))  # which is planned as the step says it
@@ -120,9 +131,9 @@ def _of_blocks(step: Step) -> Iterator[Change]:
         return
     names = [block.save for block in blocks] if step.save is None else [step.save]
     levels = [save_level(name) for name in names]
-    now, on_host = max(levels).number, any(level.on_host for level in levels)
-    for number in range(now + 1, len(LEVELS)):
-        level = str(SaveLevel(number, on_host))
+    now, on_host = max(levels), any(level.on_host for level in levels)
+    for number in range(now.number + 1, len(LEVELS)):
+        level = str(SaveLevel(number, on_host=on_host))
         yield (
             f"save={level!r} in all blocks",
             step.but(save=level),
@@ -131,7 +142,7 @@ def _of_blocks(step: Step) -> Iterator[Change]:
             _set_in_all(level),
         )
     if not on_host:
-        level = str(SaveLevel(now, True))
+        level = str(now._replace(on_host=True))
         yield (
             f"save={level!r} in all blocks",
             step.but(save=level),
@@ -195,10 +206,13 @@ class RaisedLevels:
         now: dict[str | int, str] = {layer.name: self._level(layer) for layer in layers}
         for target in LEVELS:
             raised: dict[str | int, str] = {
-                layer.name: next(level for level in layer.levels if level >= target)
-                + now[layer.name][2:]  # on the host, if it is there
+                layer.name: str(
+                    save_level(next(level for level in layer.levels if level >= target))._replace(
+                        on_host=save_level(now[layer.name]).on_host
+                    )
+                )
                 for layer in layers
-                if now[layer.name][:2] < target <= layer.levels[-1]
+                if save_level(now[layer.name]).exact < target <= layer.levels[-1]
             }
             if raised:
                 self._first, self.is_unverified = self._first or now, True

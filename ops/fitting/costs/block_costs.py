@@ -14,6 +14,11 @@ def is_on_host(level: str) -> bool:
     return save_level(level).on_host
 
 
+def is_exact(level: str) -> bool:
+    """Returns whether blocks at a level hold what they keep on the device, as it is."""
+    return level == save_level(level).exact
+
+
 @dataclass(frozen=True)
 class LevelCost:
     """The costs of a block at a level; the bytes are those of
@@ -57,8 +62,8 @@ class BlockCosts:
     Attributes:
         name: of the module in the model.
         kind: the same for blocks that are alike, and for no others of the model.
-        levels: from the one that keeps the most on; behind them the same on the host, if that may
-            be used.
+        levels: from the one that keeps the most on; behind them those in 8 bits, and behind these
+            all of them on the host, if that may be used.
         gradients: bytes of the gradients of its parameters.
         largest: of these gradients.
         weights: bytes of its parameters and buffers.
@@ -77,8 +82,8 @@ class BlockCosts:
 
     @property
     def leanest(self) -> str:
-        """Returns the level that keeps the least, on the device."""
-        return [name for name in self.levels if not is_on_host(name)][-1]
+        """Returns the level that keeps the least, on the device and as it is."""
+        return [name for name in self.levels if is_exact(name)][-1]
 
     @property
     def kept(self) -> int:

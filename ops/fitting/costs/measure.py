@@ -16,7 +16,7 @@ from ...host.engines import engine_of
 from ...host.schedule import exposed_seconds, measured_link
 from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
-from ...nn.steps import ON_HOST
+from ...nn.steps import LEVELS_IN_8_BITS, ON_HOST, save_level
 from ...patching.blocks import verified_blocks
 from ...patching.levels import Blocks
 from ...step import clock
@@ -24,7 +24,7 @@ from ...step.calls import Call, results_of
 from ...step.description import Step
 from ...step.pass_seconds import PassSeconds, is_first_run, seconds_of_pass
 from ...step.watch import hearing_blocks
-from .block_costs import BlockCosts, LevelCost, Measured, is_on_host
+from .block_costs import BlockCosts, LevelCost, Measured, is_exact, is_on_host
 from .kinds import Likeness
 
 NOISE = 1.02  # times the seconds of a level: what one that computes less again may take
@@ -37,6 +37,7 @@ def measure_blocks(
     fused_loss: bool = False,
     has_levels: bool = True,
     on_host: bool = False,
+    in_8_bits: bool = False,
     repeats: int = 5,
     steps: float = 5.0,
 ) -> Measured:
@@ -52,6 +53,7 @@ def measure_blocks(
         fused_loss: whether a language model computes its loss without logits.
         has_levels: whether there are blocks whose levels can be set.
         on_host: whether to measure each level with what it keeps on the host, too.
+        in_8_bits: whether to measure levels at which gradients have an error, too.
         repeats: how often the time of each level is taken at most, besides once while bytes are
             counted; the least counts, since what else runs only adds to it. It is taken once, and
             again as long as a level seems slower than one that computes more again.
@@ -73,7 +75,7 @@ def measure_blocks(
     began = clock.now()
     with generators_kept(step.device):
         blocks = Blocks.of_copy(step.model, fused_loss=fused_loss, has_levels=has_levels)
-        kinds = _Kinds(blocks, step.device, on_host)
+        kinds = _Kinds(blocks, step.device, on_host, in_8_bits)
         with kinds.captured(), verified_blocks():
             first = _pass(step, blocks)
         try:
@@ -126,7 +128,7 @@ class _Kind:
     number: int
     block: nn.Module
     call: Call
-    names: tuple[str, ...]  # of levels, those on the host behind the others
+    names: tuple[str, ...]  # of levels: those as they are, those in 8 bits, and all on the host
     device: torch.device
     count: int = 0  # of blocks
     used: set[int] = field(default_factory=set)  # the results that get gradients
@@ -142,7 +144,7 @@ class _Kind:
         levels = {level: self._cost(level, calls) for level in self.names}
         # A leaner level does no more forward and no less backward, where it computes again; what
         # else runs only adds to a time, and so do copies.
-        own = [name for name in self.names if not is_on_host(name)]
+        own = [name for name in self.names if is_exact(name)]
         costs = [levels[name] for name in own]
         for number, level in enumerate(own):
             levels[level] = replace(
@@ -151,7 +153,10 @@ class _Kind:
                 backward_seconds=min(c.backward_seconds for c in costs[number:]),
             )
         for level in self.names[len(own) :]:
-            levels[level] = self._copied(levels[level], levels[level.removesuffix(ON_HOST)])
+            if is_on_host(level):
+                levels[level] = self._copied(levels[level], levels[level.removesuffix(ON_HOST)])
+            else:
+                levels[level] = _coded(levels[level], levels[save_level(level).exact])
         gradients = max(found.gradients for found in self.bytes.values())
         largest = max(found.largest for found in self.bytes.values())
         tensors = (*self.block.parameters(), *self.block.buffers())
@@ -191,7 +196,7 @@ class _Kind:
     def are_apart(self) -> bool:
         """Returns whether the times of levels are in the order of what they compute again, and the
         level that keeps the most seems not to have been held up."""
-        costs = [self._cost(level, 1) for level in self.names if not is_on_host(level)]
+        costs = [self._cost(level, 1) for level in self.names if is_exact(level)]
         backward = [cost.backward_seconds for cost in costs]
         in_order = all(a <= NOISE * b for a, b in zip(backward, backward[1:]))
         return in_order and costs[0].seconds <= WARM * min(cost.seconds for cost in costs)
@@ -212,12 +217,29 @@ class _Kind:
         )
 
 
+def _coded(cost: LevelCost, stays: LevelCost) -> LevelCost:
+    """Returns the cost of a level in 8 bits, given that of the same as it is, to whose time codes
+    add. What arguments leave free is in ``held``, and not there until the call has ended."""
+    return replace(
+        cost,
+        kept=stays.kept,
+        forward_seconds=max(stays.forward_seconds, cost.forward_seconds),
+        backward_seconds=max(stays.backward_seconds, cost.backward_seconds),
+    )
+
+
 class _Kinds:
     """The kinds of the blocks of a model."""
 
-    def __init__(self, blocks: Blocks, device: torch.device, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        device: torch.device,
+        on_host: bool = False,
+        in_8_bits: bool = False,
+    ) -> None:
         self._blocks, self._device, self._likeness = blocks, device, Likeness(blocks)
-        self._on_host = on_host
+        self._on_host, self._in_8_bits = on_host, in_8_bits
         self._kinds: dict[Hashable, _Kind] = {}
         self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
         self._calls: dict[str, int] = {}  # of each block in a step
@@ -238,6 +260,8 @@ class _Kinds:
         if key not in self._kinds:
             call = Call(args, kwargs, self._device)
             number, levels = len(self._kinds), self._blocks.levels(name)
+            if self._in_8_bits:
+                levels += tuple(LEVELS_IN_8_BITS[x] for x in levels if x in LEVELS_IN_8_BITS)
             if self._on_host:
                 levels += tuple(level + ON_HOST for level in levels)
             self._kinds[key] = _Kind(number, block, call, levels, self._device)

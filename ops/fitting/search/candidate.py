@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ...nn.steps import save_level
 from ...planning.result import Plan
 from ..choice import Choice, FrontierPoint
 from ..costs.block_costs import Measured, is_on_host
@@ -37,7 +38,9 @@ class OnHost(NamedTuple):
 
     def has(self, block: int, level: str) -> bool:
         """Returns whether a block, by its number, may be at a level."""
-        return not is_on_host(level) or (block < self.blocks and level >= self.most)
+        if not is_on_host(level):
+            return True
+        return block < self.blocks and save_level(level) >= save_level(self.most)
 
 
 NOT_ON_HOST = OnHost(0, "")
@@ -88,7 +91,8 @@ def _on_host(measured: Measured, room: int) -> list[OnHost]:
     its tensors back at once, and has them stay."""
     blocks = measured.blocks[:-1]
     found = [NOT_ON_HOST]
-    for most in sorted({level for block in blocks for level in block.levels if is_on_host(level)}):
+    on_host = {level for block in blocks for level in block.levels if is_on_host(level)}
+    for most in sorted(on_host, key=save_level):
         count = taken = 0
         for block in blocks:
             levels = block.levels.items()

@@ -15,6 +15,7 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
 from ...host.schedule import measured_link
+from ...nn.steps import LEVELS_IN_8_BITS
 from ...param_states.paging import PagingMemory, paged_seconds, planned_paging
 from ...patching.levels import Blocks
 from ...patching.patch import repeated_layers
@@ -115,8 +116,8 @@ class Candidates:
 
     def with_techniques(self, techniques: Techniques) -> Candidates:
         """Returns these candidates for another call, in which the optimizers and layers of
-        ``techniques`` take the place of those that were given and made before: what was measured
-        and planned holds for them too, and is shared.
+        ``techniques``, and what they allow, take the place of those that were given and made
+        before: what was measured and planned holds for them too, and is shared.
 
         Args:
             techniques: of the same model and so on, with as many optimizers to choose from.
@@ -127,6 +128,7 @@ class Candidates:
             step=techniques.step,
             optimizers=techniques.optimizers,
             layers=techniques.layers,
+            allowed=techniques.allowed,
         )
         found._notes, found._gone = [*self._notes], {*self._gone}
         return found
@@ -203,8 +205,8 @@ class Candidates:
     def planned_with(
         self, choice: Choice, optimizer: torch.optim.Optimizer, samples: int | None = None
     ) -> Plan:
-        """Returns the plan of a choice with any optimizer. Without levels all blocks are at their
-        leanest.
+        """Returns the plan of a choice with any optimizer. Without levels all blocks are at the
+        leanest that is allowed.
 
         Args:
             samples: so many of the batch; None: all.
@@ -215,7 +217,7 @@ class Candidates:
         step = self.step
         if samples is not None:
             step = step.but(batch=some_samples(step.batch, samples), part_of=None)
-        choice = choice.but(levels=choice.levels or self._leanest())
+        choice = choice.but(levels=choice.levels or self._leanest(self.techniques.in_8_bits))
         return plan_of(self.step_with(choice, self.names, optimizer, step))
 
     def step_with(
@@ -384,8 +386,8 @@ class Candidates:
         something else when they run again, it has none. Once it has been measured with levels, all
         choices have them."""
         try:
-            on_host = self.techniques.on_host
-            return measure_blocks(self._step_of(key), on_host=on_host, **self._blocks_of(key))
+            where = {"on_host": self.techniques.on_host, "in_8_bits": self.techniques.in_8_bits}
+            return measure_blocks(self._step_of(key), **where, **self._blocks_of(key))
         except RuntimeError as error:
             if self._measured or is_out_of_memory(error):
                 raise
@@ -420,9 +422,12 @@ class Candidates:
     def _blocks_of(self, key: _Pass) -> dict[str, bool]:
         return {"fused_loss": key.fused_loss, "has_levels": self._has_levels}
 
-    def _leanest(self) -> tuple[str, ...]:
+    def _leanest(self, in_8_bits: bool = False) -> tuple[str, ...]:
         leanest = Blocks(self.step.model).leanest
-        return tuple(leanest[name] for name in self.names)
+        levels = [leanest[name] for name in self.names]
+        if in_8_bits:  # but the last block, whose input is wanted at once
+            levels[:-1] = [LEVELS_IN_8_BITS.get(level, level) for level in levels[:-1]]
+        return tuple(levels)
 
     # ---- estimates ------------------------------------------------------------------------------
 

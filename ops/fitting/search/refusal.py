@@ -118,7 +118,7 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
     """
     now, kinds = candidates.techniques, leanest.peak_by_kind
     moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
-    tried = {*map(_allowed_of, now.choices)}
+    tried = {(now.in_8_bits, _allowed_of(choice)) for choice in now.choices}
     more = [name for name in allowable() if name not in now.allowed]
     pairs = [(name, "bf16") for name in more if name != "bf16" and "bf16" in more]
     for names in [*((name,) for name in more), *pairs]:
@@ -126,8 +126,9 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
             continue  # another optimizer leaves the rest of the peak as it is
         allowed = (*now.allowed, *names)
         every = techniques_of(now.step, allowed, now.only, now.parts_add_up, now.on_host)
-        new = [key for key in dict.fromkeys(map(_allowed_of, every.choices)) if key not in tried]
-        tried |= {*new}
+        keys = dict.fromkeys(map(_allowed_of, every.choices))
+        new = [key for key in keys if (every.in_8_bits, key) not in tried]
+        tried |= {(every.in_8_bits, key) for key in new}
         if not {*names}.isdisjoint(Frozen.allowed):
             new = new[-1:]  # beside weights that do not train the optimizer is worth little
         if any(_fits(candidates, every, key, within) for key in new):

@@ -10,6 +10,7 @@ import torch
 
 from ...step.description import Step
 from ...techniques.frozen import Frozen
+from ...techniques.levels import IN_8_BITS
 from ...techniques.technique import Request, allowable, searched
 from ..choice import Choice
 
@@ -40,6 +41,11 @@ class Techniques(Request):
         that which changes the weights the least first."""
         found = {choice.frozen for choice in self.choices}
         return tuple(each for each in ("given", *Frozen.allowed) if each in found)
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Returns whether blocks may keep their inputs in 8 bits."""
+        return IN_8_BITS in self.allowed
 
     def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
         """Returns the optimizer of a choice."""

@@ -43,13 +43,13 @@ class Steps(torch.optim.SGD):
 STEP = (
     "[--tokens BxS] [--input SHAPE[:DTYPE]] [--batch MODULE:FUNCTION] [--target SHAPE[:DTYPE]] "
     "[--loss NAME] [--optimizer NAME] [--option NAME=VALUE] [--device DEVICE] "
-    "[--amp {bfloat16,float16}] [--save {L0,L1,L2,L3,L4,L5}] [--checkpoint-every N] "
+    "[--amp {bfloat16,float16}] [--save {L0,L1,L2,L3,L4,L5,L5:8bit}] [--checkpoint-every N] "
     "[--accumulation N] [--release] [--scaler] [--max-grad-norm NORM] "
 )
 USAGE = {
     "plan": STEP + "[--capability X.Y] [--advice N] [--out FILE] [--top N] [--json] MODEL",
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
-    "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
+    "[--allow {8bit,bf16,adafactor,act8,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
     "[--json] MODEL",
     "run": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",
     "rehearse": "[options] PROGRAM ARGS...  or  [options] -m MODULE ARGS...",

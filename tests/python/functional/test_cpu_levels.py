@@ -11,7 +11,7 @@ import pytest
 import torch
 from headroom import _C
 from headroom._core.weight_modes import MODES
-from headroom.functional import layer_norm
+from headroom.functional import dequantize_blocks, layer_norm, quantize_blocks
 
 from helpers.reference8bit import MAPS, nearest
 
@@ -137,6 +137,37 @@ def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
         if 2.0**-32 < largest < 2.0**32:  # else the reciprocal is taken in two steps
             assert torch.equal(codes.long(), wanted)
         assert torch.equal(codes == 0, moment == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("largest", [1.0, 1.5, 2.0**-100, 2.0**100, 0.0], ids=str)
+def test_blocks_of_numbers_are_coded_and_decoded_alike(dtype, largest, levels):
+    """Numbers on either side of every border, in blocks with their largest, the last one short; in
+    one block an infinity, and in one a NaN. The rule is a search in the table of the map."""
+    edges = ((MAPS[True][:-1] + MAPS[True][1:]) / 2).float()
+    beside = torch.cat([edges, *(edges.nextafter(torch.tensor(x)) for x in (-2.0, 2.0))])
+    beside = torch.nn.functional.pad(beside, (0, -beside.numel() % (BLOCK - 1)))
+    x = torch.nn.functional.pad(beside.view(-1, BLOCK - 1), (0, 1), value=1.0).flatten()
+    x = (torch.cat([x, torch.ones(5)]) * largest).to(dtype)
+    x[3 * BLOCK + 7], x[4 * BLOCK + 1] = float("inf"), float("nan")
+    found = []
+    for level in (_C.CpuLevel.BASELINE, *levels):
+        _C.set_cpu_level(level)
+        codes, absmax = quantize_blocks(x, is_signed=True, block_size=BLOCK)
+        found.append(
+            [codes, absmax, dequantize_blocks(codes, absmax, is_signed=True, block_size=BLOCK)]
+        )
+    for one in found[1:]:
+        assert_same_bits(one, found[0])
+    codes, absmax, values = found[0]
+    scale = absmax.repeat_interleave(BLOCK)[: x.numel()]
+    is_plain = ~scale.isnan()
+    assert torch.equal(values.isnan(), ~is_plain)
+    whole = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    assert torch.equal(absmax.isnan(), ~whole.isfinite().all(1))
+    if 2.0**-64 < largest < 2.0**64:  # else the reciprocal is taken in two steps
+        quotients = x.float()[is_plain] * (1 / scale[is_plain])
+        assert torch.equal(codes[is_plain].long(), nearest(quotients.double(), True))
 
 
 @pytest.mark.parametrize("numel", [4 * BLOCK, 4 * BLOCK - 3])
