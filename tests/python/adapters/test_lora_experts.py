@@ -119,7 +119,7 @@ def test_gradients_are_those_of_whole_stacks(name, dtype):
 @pytest.mark.parametrize("first", ["lora", "patch"])
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss", "NemotronH"])
 def test_levels_give_the_same_bits(name, first):
-    want = None
+    plain = want = None
     for level in (None, *LEVELS):
         model = moe_of(name)
         if first == "patch" and level is not None:
@@ -128,20 +128,23 @@ def test_levels_give_the_same_bits(name, first):
         headroom.lora(model, 4, experts=True)
         if first == "lora" and level is not None:
             report = headroom.patch(model, level, norms=False)
-            assert {*report.swapped} == {*experts_of(model)}
+            assert {*report.swapped} >= {*experts_of(model)}  # and attention with sinks
             assert set(report.levels.values()) == {level}
         torch.manual_seed(2)
         for p in model.parameters():
             if p.requires_grad:
                 nn.init.normal_(p, std=0.1)
         got = step(model, tokens_of())
-        want = want or got
-        assert got.keys() == want.keys()
-        assert_same_bits(got.values(), want.values())
+        plain = plain or got
+        if level is not None or name != "GptOss":  # whose attention patch computes, too
+            want = want or got
+            assert_same_bits(got.values(), want.values())
+        assert got.keys() == plain.keys()
+        assert all(error(got[key], plain[key].double()) < 1e-4 for key in plain)
         if level is not None:
             headroom.unpatch(model)
             assert not any("forward" in vars(module) for module in model.modules())
-            assert_same_bits(step(model, tokens_of()).values(), want.values())
+            assert_same_bits(step(model, tokens_of()).values(), plain.values())
 
 
 def test_nothing_of_the_size_of_a_stack_is_kept():

@@ -102,9 +102,13 @@ def test_gradients_are_those_of_decoded_stacks_at_every_level(tmp_path):
     exact = {key: x for key, x in step(in_float64(decoded), inputs).items() if key in want}
     theirs = {key: x for key, x in step(decoded, inputs).items() if key in want}
     assert error(want, exact) <= 2 * error(theirs, exact)
+    first = None
     for level in ("L0", "L2", "L5"):
         headroom.patch(model, level, norms=False)
-        assert_same_bits(step(model, inputs).values(), want.values())
+        got = step(model, inputs)
+        first = first or got
+        assert error(got, want) < 1e-5  # of attention without probabilities
+        assert_same_bits(got.values(), first.values())
     headroom.dequantize(model, torch.float32)  # which lie otherwise, and are patched no more
     got = step(model, inputs)
     assert error({key: got[key] for key in want}, exact) < 1e-5
