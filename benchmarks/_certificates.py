@@ -1,6 +1,7 @@
-"""Rehearses ways to fine-tune Llama-3-8B, and keeps their certificates, which `headroom verify`
-replays: `python -m benchmarks._certificates`, some minutes on a machine without a GPU. Then, and
-with `--table` at once, it prints the rows of README's table of those that are kept.
+"""Rehearses ways to fine-tune Llama-3-8B and mixtures of experts, and keeps their certificates,
+which `headroom verify` replays: `python -m benchmarks._certificates [WAY ...]`, some minutes on a
+machine without a GPU. Then, and with `--table` at once, it prints the rows of the tables of README
+and docs/experts.md, of those that are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results" / "certificates"
-PROGRAM = HERE.parent / "examples" / "fine_tune_8b.py"
+EXAMPLES = HERE.parent / "examples"
 SMALL = ("--memory", "7.6 GiB", "--capability", "8.9")  # of an RTX 4060 with 8 GB
 MIDDLE = ("--memory", "15.6 GiB", "--capability", "8.9")
 LARGE = ("--gpu", "H100")
@@ -27,6 +28,13 @@ WAYS = {  # what each is rehearsed on
     "qlora others": MIDDLE,
     "qlora headroom": SMALL,
 }
+MIXTURES = {
+    "qwen3-30b": ("--gpu", "RTX 4090"),
+    "qwen3-30b --host": SMALL,
+    "gpt-oss-20b": MIDDLE,
+    "gpt-oss-20b --host": SMALL,
+    "mixtral-8x7b --host": SMALL,
+}
 COLUMNS = (  # of the table: ways, the one that is preferred first
     ("full torch",),
     ("full others",),
@@ -37,15 +45,20 @@ COLUMNS = (  # of the table: ways, the one that is preferred first
 GB = (8, 16, 24, 80)  # of GPUs
 
 
+def program_of(way: str) -> Path:
+    return EXAMPLES / ("fine_tune_mixture.py" if way in MIXTURES else "fine_tune_8b.py")
+
+
 def file_of(way: str) -> Path:
-    return FOLDER / f"fine_tune_8b-{way.replace(' ', '-')}.json"
+    words = "-".join(word.strip("-") for word in way.split())
+    return FOLDER / f"{program_of(way).stem}-{words}.json"
 
 
 def command(way: str, certificate: Path) -> list[str]:
     """Returns the words that rehearse a way and write its certificate."""
-    options = [*WAYS[way], "--steps", "2", "--certificate", str(certificate)]
+    options = [*(WAYS | MIXTURES)[way], "--steps", "2", "--certificate", str(certificate)]
     start = [sys.executable, "-m", "headroom_rehearsal", *options]
-    return [*start, str(PROGRAM.relative_to(HERE.parent)), *way.split()]
+    return [*start, str(program_of(way).relative_to(HERE.parent)), *way.split()]
 
 
 def taken(report: Mapping[str, Any]) -> int:
@@ -74,18 +87,28 @@ def row(gb: int, reports: Mapping[str, Any]) -> str:
     return f"| {gb} GB | {' | '.join(cells)} |"
 
 
+def mixture_row(way: str, report: Mapping[str, Any]) -> str:
+    """Returns the row of a mixture in the table, but for what others take."""
+    host = f"{report['host']['peak'] / 2**30:.0f} GiB" if "--host" in way else "-"
+    return f"| `{way}` | {taken(report) / 2**30:.1f} GiB | {host} |"
+
+
 def main() -> None:
     from headroom_rehearsal.certificate import verify
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks._certificates", description=__doc__)
     parser.add_argument("--table", action="store_true")
-    if not parser.parse_args().table:
+    parser.add_argument("ways", nargs="*", metavar="WAY", help="all, if none are given")
+    args = parser.parse_args()
+    if not args.table:
         FOLDER.mkdir(exist_ok=True)
-        for way in WAYS:
+        for way in args.ways or WAYS | MIXTURES:
             subprocess.run(command(way, file_of(way)), cwd=HERE.parent, check=True)
-    reports = {way: verify(file_of(way)).report for way in WAYS}
+    reports = {way: verify(file_of(way)).report for way in WAYS | MIXTURES}
     for gb in GB:
         print(row(gb, reports))
+    for way in MIXTURES:
+        print(mixture_row(way, reports[way]))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._core.checks import check_count
-from ..nn.experts import ExpertsRule
+from ..nn.bitsandbytes import scales_name
+from ..nn.experts import ExpertsRule, QuantizedExperts
 from ..nn.lora import Adapter
 from ..nn.lora_experts import LoRAExperts, check_adapter
+from ..nn.quantized import QuantizedLinear
 from ..nn.switched import outside
 from ..patching.experts import found_experts
 from ..patching.peft_experts import param_wrappers
@@ -137,11 +140,29 @@ def left_experts(
                 why = ", as it is no target" if asked else ""
             elif asked and rule is not None:
                 why = f", as {rule}"
-            found[joined(path, name)] = type(base).__name__, param.numel(), why
+            found[joined(path, name)] = type(base).__name__, _numels(base)[name], why
     many = sum(numel for _, numel, _ in found.values())
-    whole = sum(param.numel() for param in model.parameters())
+    whole = sum(
+        {
+            id(param): numel
+            for module in model.modules()
+            for param, numel in zip(module.parameters(recurse=False), _numels(module).values())
+        }.values()
+    )
     reason = f"{EXPERTS}, which get no adapter: {many:,} of {whole:,} parameters"
     return [Unadapted(name, was, reason + why) for name, (was, _, why) in found.items()]
+
+
+def _numels(module: nn.Module) -> dict[str, int]:
+    """Returns how many numbers the parameters of a module hold, by name: weights of few bits as
+    many as were quantized, and their scales none."""
+    found = {name: param.numel() for name, param in module.named_parameters(recurse=False)}
+    if isinstance(module, QuantizedExperts):
+        for name, q in zip(module.rule.stacks, module.stacks()):
+            found |= {name: prod(q.shape), scales_name(name): 0}
+    elif isinstance(module, QuantizedLinear):
+        found |= {"weight": prod(module.matrix.shape), "scales": 0}
+    return found
 
 
 def _base(module: nn.Module) -> nn.Module:

@@ -26,14 +26,15 @@ from ..nn.switched import Switched, outside, replace, switched
 from ..nn.trained_copy import TrainedCopy
 from ..patching.bitsandbytes import Held, is_bitsandbytes
 from ..quantizing.choice import Holder, joined, weight_of
+from ..quantizing.names import by_names_of
 from ..quantizing.quantize import check_finite
+from ..quantizing.stacks import Stack, read_whole
 from ..quantizing.transformers_config import describe
-from ..state.file.safetensors import Entry, entries_in, read
-from .merge_experts import changed_stacks, merged_experts, stacks_in
+from ..state.file.safetensors import Entry, entries_in
+from .merge_experts import KEPT, changed_stacks, is_turned, merged_experts, stacks_in
 from .tying import inner
 
 PANEL = 1 << 23  # elements of a weight that are added at a time
-KEPT = "_before_merge"  # of a merged layer: what was in its place
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -150,8 +151,11 @@ def merge(
                 raise TypeError(f"'{name}' is a DTensor: gather the model before merging")
     tied = _tied(model)
     layers = {path: one for path, one in layers.items() if path not in tied}
-    originals = {} if base is None else _originals(layers, base)
-    of_stacks = {} if base is None else _original_stacks(experts, base, requantize)
+    originals, of_stacks = {}, {}
+    if base is not None:
+        entries = by_names_of(model, entries_in(base), _names(layers, experts))
+        originals = _originals(layers, entries)
+        of_stacks = _original_stacks(experts, entries, requantize)
     merged: dict[int, Any] = {}
     found: list[Merged] = []
     count = len(layers) + len(experts)
@@ -167,7 +171,7 @@ def merge(
             found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
             bar.update(1)
         for path, one in experts.items():
-            own = {name: read(entry) for name, entry in of_stacks.get(path, {}).items()}
+            own = {name: read_whole(entry) for name, entry in of_stacks.get(path, {}).items()}
             for name, stack in own.items():
                 check_finite(joined(path, name), stack, " in base")
             whole, lost = merged_experts(one, own, dtype, requantize)
@@ -250,13 +254,21 @@ def _tied(model: nn.Module) -> dict[str, LoRALinear]:
     return found
 
 
-def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry]:
-    """Returns where the weights of layers are in files.
+def _names(layers: Mapping[str, LoRALayer], experts: Mapping[str, LoRAExperts]) -> set[str]:
+    """Returns the names of the weights of layers and experts before they got adapters."""
+    stacks = {joined(path, name) for path, one in experts.items() for name in one.rule.stacks}
+    return stacks | {joined(path, "weight") for path in layers}
+
+
+def _originals(
+    layers: Mapping[str, LoRALayer], entries: Mapping[str, Entry | Stack]
+) -> dict[str, Entry | Stack]:
+    """Returns where the weights of layers are in files, of which ``entries`` says the tensors.
 
     Raises:
         ValueError: one is missing, or does not fit.
     """
-    entries, found = entries_in(files), {}
+    found: dict[str, Entry | Stack] = {}
     for path, layer in layers.items():
         entry = entries.get(joined(path, "weight"))
         shape = layer.out_features, layer.in_features
@@ -273,21 +285,24 @@ def _originals(layers: Mapping[str, LoRALayer], files: Files) -> dict[str, Entry
 
 
 def _original_stacks(
-    experts: Mapping[str, LoRAExperts], files: Files, again: bool
-) -> dict[str, dict[str, Entry]]:
-    """Returns where the stacks of experts that merging changes are in files.
+    experts: Mapping[str, LoRAExperts], entries: Mapping[str, Entry | Stack], again: bool
+) -> dict[str, dict[str, Entry | Stack]]:
+    """Returns where the stacks of experts that merging changes are in files, of which ``entries``
+    says the tensors.
 
     Raises:
         ValueError: one is missing, or does not fit.
     """
-    entries, found = entries_in(files), {}
+    found: dict[str, dict[str, Entry | Stack]] = {}
     for path, module in experts.items():
         held = stacks_in(module)
         for name in changed_stacks(module, again):
             full, shape = joined(path, name), tuple(held[name].shape)
+            if is_turned(module):
+                shape = shape[0], shape[2], shape[1]
             entry = entries.get(full)
             if entry is None:
-                raise ValueError(f"base has no '{full}', one tensor of all its experts")
+                raise ValueError(f"base has no '{full}', as one tensor or expert by expert")
             if entry.dtype not in FLOATS or entry.shape != shape:
                 raise ValueError(
                     f"'{full}' in base is {entry.dtype} {[*entry.shape]}, wanted floats of "
@@ -303,10 +318,10 @@ def _is_transposed(layer: nn.Module) -> bool:
     return "nf" in vars(layer) or isinstance(layer, nn.Embedding)
 
 
-def _weight(layer: Any, original: Entry | None) -> Tensor:
+def _weight(layer: Any, original: Entry | Stack | None) -> Tensor:
     """Returns the weight that adapters are added to, ``[out, in]``: of few bits in float32."""
     if original is not None:
-        weight = read(original).to(layer.weight.device)
+        weight = read_whole(original).to(layer.weight.device)
         return weight.t() if _is_transposed(layer) else weight
     if isinstance(layer, QuantizedLinear):
         return layer.dequantize(torch.float32)

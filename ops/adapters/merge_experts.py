@@ -16,6 +16,8 @@ from ..nn.experts import LowRankStack, QuantizedExperts
 from ..nn.lora_experts import LoRAExperts
 from ..nn.quantized import quantized_weight
 
+KEPT = "_before_merge"  # of a merged layer: what was in its place
+
 
 def merged_experts(
     module: LoRAExperts, originals: Mapping[str, Tensor], dtype: torch.dtype | None, again: bool
@@ -39,11 +41,15 @@ def merged_experts(
     squares = torch.zeros(
         2, dtype=torch.float64, device=getattr(base, module.rule.stacks[0]).device
     )
-    is_turned = base.is_transposed != module.rule.options["transposed"]  # of MXFP4 alone
     if again and any(getattr(stack, "format", None) == MXFP4 for stack in held.values()):
         raise ValueError("requantize=True, but nothing can be put into MXFP4: merge without it")
     for name in changed_stacks(module, again):
-        weight = originals.get(name, held[name])
+        weight = originals.get(name)
+        if weight is None:
+            weight = held[name]
+        else:
+            weight = weight.to(squares.device)
+            weight = weight.mT if is_turned(module) else weight
         wanted = None if again else dtype or held[name].dtype
         stacks[name] = _sum(module, weight, adapters.get(name), wanted, held[name], squares)
     if in_few_bits and not again:
@@ -55,7 +61,7 @@ def merged_experts(
         if isinstance(stack, QuantizedMatrix):
             made._hold(name, stack)
         else:
-            stack = stack.mT.contiguous() if is_turned else stack
+            stack = stack.mT.contiguous() if is_turned(module) else stack
             made._parameters[name] = nn.Parameter(stack, requires_grad=False)
     for name, param in made._parameters.items() if not again else ():
         if dtype is not None and param is not None and param.dtype != dtype:
@@ -72,6 +78,13 @@ def stacks_in(module: LoRAExperts) -> dict[str, Tensor | QuantizedMatrix]:
     return {name: getattr(base, name) for name in module.rule.stacks}
 
 
+def is_turned(module: LoRAExperts) -> bool:
+    """Returns whether the stacks of the base lie otherwise than the dense ones of its class, as
+    those in MXFP4 do."""
+    base: Any = module.base_layer
+    return base.is_transposed != module.rule.options["transposed"]
+
+
 def changed_stacks(module: LoRAExperts, again: bool) -> list[str]:
     """Returns the names of the stacks that are others after merging."""
     adapters = module.added_stacks()
@@ -81,7 +94,8 @@ def changed_stacks(module: LoRAExperts, again: bool) -> list[str]:
 
 def _copied(base: Any) -> Any:
     """Returns a module that shares the parameters and the config of another, patched as it is."""
-    shared = [*base.parameters(), *(one for one in (getattr(base, "config", None),) if one)]
+    held = getattr(base, "config", None), vars(base).get(KEPT)
+    shared = [*base.parameters(), *(one for one in held if one is not None)]
     return copy.deepcopy(base, {id(one): one for one in shared})
 
 

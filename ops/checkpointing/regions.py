@@ -58,9 +58,10 @@ def checkpoint(
             dropped, and waits for the device in the backward pass.
         host: holds the inputs that require a gradient in the host arena until the backward pass
             calls the function; while torch.compile traces it, they stay on the device.
-        in_8_bits: holds them in 8 bits, so that what is computed again, and gradients with it, are
-            those of inputs that were rounded by :func:`headroom.functional.quantize_blocks` in
-            blocks of 64. With ``host`` it is the codes that leave the device.
+        in_8_bits: holds those that are given by position in 8 bits, so that what is computed
+            again, and gradients with it, are those of inputs that were rounded by
+            :func:`headroom.functional.quantize_blocks` in blocks of 64. With ``host`` it is the
+            codes that leave the device.
 
     Raises:
         HostMemoryError: with ``host``, when the arena has no room.

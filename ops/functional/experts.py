@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def experts(
     check_flags(gated=gated, transposed=transposed, interleaved=interleaved)
     for name, number in (("alpha", alpha), ("limit", 1.0 if limit is None else limit)):
         check_number(name, number)
-        if not (number > 0 and isfinite(number)):
+        if not 0 < number < inf:
             raise ValueError(f"{name} is {number}, wanted a finite number above 0")
     stacks = {
         name: parts_of(stack, name, "[experts, rows, cols]")
@@ -138,6 +138,8 @@ def experts(
     }
     count, *sizes = stacks["down"][2]
     features = sizes[0 if transposed else 1]
+    if x.dim() == 2:
+        _check_sizes(stacks, x.shape[1], features, gated, transposed)
     (first, first_scales, _, first_layout), (second, second_scales, _, layout) = stacks.values()
     a, b, scale = _adapter("gate_up_adapter", gate_up_adapter)
     second_a, second_b, second_scale = _adapter("down_adapter", down_adapter)
@@ -176,6 +178,21 @@ def experts(
         _sum_of(needs) if torch.is_grad_enabled() else 0,
         matmul_precision(x.dtype) if x.device.type == "cuda" else 0,
     )[0]
+
+
+def _check_sizes(
+    stacks: dict[str, Any], hidden: int, features: int, gated: bool, transposed: bool
+) -> None:
+    """Raises where stacks of few bits do not fit, of which the op sees only how many codes they
+    have."""
+    count = stacks["down"][2][0]
+    sizes = {"gate_up": (2 * features if gated else features, hidden), "down": (hidden, features)}
+    for name, (_, scales, shape, _) in stacks.items():
+        rows, cols = sizes[name][::-1] if transposed else sizes[name]
+        require(
+            scales is None or tuple(shape) == (count, rows, cols),
+            f"{name} is {[*shape]}, wanted {[count, rows, cols]}",
+        )
 
 
 def _adapter(name: str, given: Any) -> tuple[Tensor | None, Tensor | None, float]:
@@ -224,8 +241,8 @@ def _check(name: str, rows: Tensor, given: dict[str, Any]) -> tuple[int, int]:
     tokens, hidden = rows.shape
     weight, count, features = given["weight"], given["experts"], given["features"]
     require(
-        weight.dim() == 2 and weight.shape[0] == tokens,
-        f"weight has shape {[*weight.shape]}, wanted [{tokens}, slots]",
+        weight.dim() == 2 and weight.shape[0] == tokens and weight.shape[1] > 0,
+        f"weight has shape {[*weight.shape]}, wanted [{tokens}, slots] with 1 slot or more",
     )
     _check_dtype("weight", weight, rows)
     width = 2 * features if given["gated"] else features

@@ -52,7 +52,14 @@ def of_few_bits(*matrices: QuantizedMatrix | None) -> dict[str, Any]:
     first, *_, down = given
     alike = {(q.format, q.block_size if q.format != "int8" else 0, q.nested) for q in given}
     require(len(alike) == 1, "gate_up, up and down have different formats, wanted one")
-    features = down.shape[1]
+    cols, features = down.shape
+    widths = (features,) if len(given) == 3 else (features, 2 * features)
+    for name, q in zip(MATRICES, matrices[:-1]):
+        require(
+            q is None or (q.shape[1] == cols and q.shape[0] in widths),
+            f"{name} is {[*q.shape] if q else None}, but down is {[*down.shape]}: wanted "
+            f"{[widths[-1], cols]}",
+        )
     tensors = [t for q in matrices for t in ((None, None) if q is None else (q.codes, q.scales))]
     return dict(zip(names, tensors)) | {
         "features": features,

@@ -29,7 +29,7 @@ from .bitsandbytes import (
     stack_key,
 )
 from .fused import is_untouched, known
-from .quantized import keys_behind, matrix_in
+from .quantized import keys_behind, matrix_in, sharded_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,11 @@ def experts_computed(
     if len(args) > 3 or given.keys() != {*rule.names}:
         return None
     x, index, weight = (given[name] for name in rule.names)
+    # Those in MXFP4 lie otherwise, and may have come, or gone, since the rule was made.
+    transposed = module.is_transposed
     if isinstance(module, QuantizedExperts):
         matrices, dtype = module.stacks(), x.dtype
+        transposed = module.rule.options["transposed"]
     elif _takes(module, rule, given, adapters):
         matrices = [getattr(module, name) for name in rule.stacks]
         dtype = matrices[0].dtype
@@ -105,6 +108,7 @@ def experts_computed(
         rows, biases = x.to(dtype), [bias.to(dtype) for bias in biases]
         weight = weight if weight.dtype == rows.dtype else weight.float()
     named = dict(zip(("gate_up_bias", "down_bias"), biases)) | rule.options
+    named["transposed"] = transposed
     for name, argument in zip(rule.stacks, ("gate_up_adapter", "down_adapter")):
         if name in adapters:
             a, b, scale = adapters[name]
@@ -255,35 +259,42 @@ class QuantizedExperts(nn.Module):
         """Takes what bitsandbytes or this module wrote, and stacks of 16 or 32 bits, which are
         quantized. A file may have another format of as many bits, or other blocks."""
         mine = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        found = {}
         for name, like in zip(self.rule.stacks, self.stacks()):
             own = {key: canonical_key(name, key) for key in mine}
             formats = [*TABLES] if like.format in TABLES else [like.format]
             entries = {key: mine[k] for k, key in own.items() if key is not None}
             try:
                 q = matrix_in(entries, like, formats, f"the stack in {like.format}")
+                if q is None:
+                    continue
+                self._check_room(name, q)
             except (ValueError, RuntimeError) as error:
                 reason = str(error).replace("'weight", f"'{name}")
                 error_msgs.append(f"'{prefix}{name}' cannot be loaded: {reason}")
                 return
-            if q is not None:
-                self._make_room(name, q, local_metadata.get("assign_to_params_buffers", False))
-                gone = {
-                    k
-                    for k, key in own.items()
-                    if key and (key == BLOCKS or is_bitsandbytes_key(key))
-                }
-                mine = {k: v for k, v in mine.items() if k not in gone}
-                mine |= {name: q.codes, scales_name(name): q.scales}
+            found[name] = q
+            gone = {
+                k for k, key in own.items() if key and (key == BLOCKS or is_bitsandbytes_key(key))
+            }
+            mine = {k: v for k, v in mine.items() if k not in gone}
+        for name, q in found.items():
+            self._make_room(name, q, local_metadata.get("assign_to_params_buffers", False))
+            for key, value in ((name, q.codes), (scales_name(name), q.scales)):
+                mine[key] = sharded_as(getattr(self, key), value)
         given = {prefix + key: value for key, value in mine.items()}
         rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(given, prefix, *rest)
+
+    def _check_room(self, name: str, q: QuantizedMatrix) -> None:
+        scales = getattr(self, scales_name(name))
+        if scales.shape != q.scales.shape and not is_plain(scales):
+            raise ValueError("its blocks are others than those of the stack, which is sharded")
 
     def _make_room(self, name: str, q: QuantizedMatrix, assign: bool) -> None:
         """Gives scales the size of those of ``q``, which may have other blocks."""
         scales = getattr(self, scales_name(name))
         if scales.shape != q.scales.shape:
-            if not is_plain(scales):
-                raise ValueError("its blocks are others than those of the stack, which is sharded")
             room = torch.empty_like(q.scales, device=q.scales.device if assign else scales.device)
             setattr(self, scales_name(name), nn.Parameter(room, requires_grad=False))
         self._describe(name, q)

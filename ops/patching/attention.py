@@ -319,6 +319,11 @@ def _with_sinks(
     """Returns attention with the sinks of a module: by :func:`headroom.functional.sink_attention`,
     or by the function that is beside the class in transformers, where there is a mask, a cache that
     holds tokens, dropout, or somebody who collects attentions."""
+    if isinstance(mask, Tensor) and options.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            f"{type(module).__name__} has sinks, and was given cu_seq_lens_q and an attention_mask "
+            "with padding; wanted one of them: a row of packed sequences has no padding"
+        )
     pattern = pattern_of(module, query, mask, options | {"s_aux": None})
     if pattern is None and mask is None and query.shape[-2] == key.shape[-2]:
         pattern = Pattern(None, _is_causal(module, options))

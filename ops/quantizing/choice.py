@@ -20,6 +20,7 @@ from ..nn.linear import Linear
 from ..nn.quantized import CLASSES
 from ..patching.changes import Changes, patched_names
 from ..patching.experts import found_experts
+from ..patching.peft_experts import param_wrappers
 from .report import Left
 
 FROZEN = "it is trained, and others are frozen"
@@ -81,21 +82,23 @@ class Holder:
 
     def take(self, *weights: QuantizedMatrix) -> Any:
         """Turns the module into one with these weights, in place. What :func:`headroom.patch` set
-        on it reads weights of floats, and goes."""
-        Changes().restore(self.module)
+        on a layer reads weights of floats, and goes; that of experts reads both."""
         if self.rule is not None:
             return QuantizedExperts.take(self.module, self.rule, weights)
+        Changes().restore(self.module)
         return CLASSES[weights[0].format].take(self.module, *weights)
 
 
 def holders(model: nn.Module) -> tuple[dict[str, Holder], dict[str, str]]:
     """Returns the linear layers and the experts of a model by name, and why other experts are not
     among them, by name."""
-    experts = found_experts(model)
+    experts, in_peft = found_experts(model), param_wrappers(model)
     found, left = {}, {}
     for name, module in model.named_modules():
         rule = experts.get(module)
-        if isinstance(rule, str):
+        if module in in_peft:
+            left[name] = "PEFT has given its stacks adapters"
+        elif isinstance(rule, str):
             left[name] = rule
         elif is_linear(module) or (rule and not isinstance(module, QuantizedExperts)):
             found[name] = Holder(module, rule)
@@ -175,7 +178,7 @@ def _reason(module: nn.Module, name: str, param: Tensor, known: str | None) -> s
         return "a vector"
     if known is not None and (name == "weight" or known == ADAPTER):
         return known
-    if isinstance(module, QuantizedExperts):
+    if name.endswith("_bias") and is_of_experts(module, param):
         return "biases of experts"
     if is_of_experts(module, param):
         why = "" if known is None else f": {known}"

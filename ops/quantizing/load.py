@@ -25,7 +25,7 @@ from .choice import Holder, choose, holders, is_conv1d, joined, left_parameters
 from .names import by_names_of
 from .quantize import check_arguments, take_shape
 from .report import QuantizeReport
-from .stacks import Stack, matrices_at_once, quantized_stack, read_stack
+from .stacks import Stack, matrices_at_once, quantized_stack, read_whole
 from .transformers_config import describe
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -104,7 +104,7 @@ def load_quantized(
             module, was = modules[name], type(modules[name]).__name__
             before = _wide_bytes(module, held.get(name), own, packed.get(name, ()))
             rest = {key: entry for key, entry in own.items() if key not in wide.get(name, ())}
-            given = {key: _read(entry).to(device) for key, entry in rest.items()}
+            given = {key: read_whole(entry).to(device) for key, entry in rest.items()}
             if name in wide:
                 given |= _quantized(name, chosen[name], wide[name], to, options, device, room)
             elif name in packed and name in held:
@@ -317,10 +317,6 @@ def _at_once(entry: Entry | Stack, block_size: int) -> int:
     if isinstance(entry, Entry):
         return entry.size
     return entry.bytes_of_one * matrices_at_once(entry, block_size)
-
-
-def _read(entry: Entry | Stack) -> Tensor:
-    return read(entry) if isinstance(entry, Entry) else read_stack(entry)
 
 
 def _quantized(

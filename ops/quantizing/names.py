@@ -3,7 +3,7 @@ its own map says how."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,19 +12,25 @@ from ..state.file.safetensors import Entry
 from .stacks import Stack
 
 
-def by_names_of(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry | Stack]:
+def by_names_of(
+    model: nn.Module, entries: Mapping[str, Entry], own: Collection[str] | None = None
+) -> dict[str, Entry | Stack]:
     """Returns the tensors of files by their names in a model, in the order of the files. Matrices
     of experts that the files have one by one become stacks.
+
+    Args:
+        own: the names in the model, where it has other ones now.
 
     Raises:
         ValueError: some matrices of a stack are missing or do not fit the others; or transformers
             makes a tensor of the model in a way that is not known here.
     """
-    tensors = (model.named_parameters, model.named_buffers)
-    own = {name for each in tensors for name, _ in each(remove_duplicate=False)}
+    if own is None:
+        tensors = (model.named_parameters, model.named_buffers)
+        own = {name for each in tensors for name, _ in each(remove_duplicate=False)}
     found: dict[str, Any] = {}
     matrices: dict[str, dict[str, dict[int, Entry]]] = {}
-    if entries.keys() <= own or (steps := _map_of(model)) is None:
+    if entries.keys() <= {*own} or (steps := _map_of(model)) is None:
         return dict(entries)
     from transformers.core_model_loading import apply_converters, apply_renamings
 

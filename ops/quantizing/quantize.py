@@ -15,7 +15,6 @@ from ..functional.quantize_matrix import BLOCK_SIZES, quantize_matrix
 from ..nn.experts import QuantizedExperts
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
 from ..nn.torch_encoder import call_linears
-from ..patching.changes import Changes
 from .choice import Holder, choose, joined, left_parameters
 from .report import QuantizeReport
 from .transformers_config import describe
@@ -127,8 +126,6 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
     try:
         for module in model.modules():
-            if isinstance(module, QuantizedExperts):
-                Changes().restore(module)  # stacks in MXFP4 may lie otherwise than those of floats
             if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 module.release(dtype)
     finally:

@@ -67,6 +67,11 @@ def read_stack(stack: Stack, room: Tensor | None = None) -> Tensor:
     return room.view(stack.dtype).view(stack.shape)
 
 
+def read_whole(entry: Entry | Stack) -> Tensor:
+    """Returns a tensor of files, or a stack of them, on the CPU."""
+    return read(entry) if isinstance(entry, Entry) else read_stack(entry)
+
+
 def matrices_at_once(stack: Stack, block_size: int) -> int:
     """Returns how many matrices are quantized together, so that no block of codes of 4 bits crosses
     from them to others: one, but for sizes that no model has."""

@@ -14,23 +14,38 @@ from .choice import is_linear
 
 CONVERSIONS = "_weight_conversions"  # of a model: what transformers does the other way as it saves
 BEFORE = "_headroom_weight_conversions"
+OF_FILES = "_headroom_quantization_config"  # of a model whose experts were in MXFP4: what said so
 
 
 def describe(model: nn.Module) -> None:
     """Sets or removes ``config.quantization_config``: ``from_pretrained`` then makes layers of
     bitsandbytes for the weights that ``save_pretrained`` wrote. Layers of several formats have no
     such description."""
+    for module in model.modules():  # one of PEFT, say, holds the one that is saved
+        if hasattr(module, "save_pretrained"):
+            _keep_stacks(module)
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
+    attributes = vars(model)
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     kinds = {layer.format for layer in layers}
     if len(kinds) == 1:
         left = [name for name, module in model.named_modules() if is_linear(module)]
         config.quantization_config = _description(kinds.pop(), layers[0], left)
-    elif hasattr(config, "quantization_config") and not _is_in_mxfp4(model):
+    elif _is_in_mxfp4(model):
+        if OF_FILES in attributes:
+            config.quantization_config = attributes.pop(OF_FILES)
+    elif hasattr(config, "quantization_config"):
+        if _is_of_mxfp4(config.quantization_config):
+            attributes[OF_FILES] = config.quantization_config
         del config.quantization_config
-    _keep_stacks(model)
+
+
+def _is_of_mxfp4(description: Any) -> bool:
+    if not isinstance(description, dict):
+        description = vars(description)
+    return description.get("quant_method") == "mxfp4"
 
 
 def _is_in_mxfp4(model: nn.Module) -> bool:

@@ -15,9 +15,17 @@ __all__ = ["is_own_read", "is_printing", "line", "line_of"]
 
 _DEVICE = ("/torch/", "/headroom_rehearsal/", "/ops/rehearsal/", "/headroom/cli/", "<")
 _HEADROOM = find_spec("headroom")
-# Where Headroom compares what it makes of a step with the step itself, and where it moves what it
-# does not look at.
-_READS = ("/step/rules.py", "/host/checksums.py", "/host/engine.py")
+# Where Headroom compares what it makes of a step with the step itself, looks for numbers that are
+# not finite, moves what it does not look at, and calls kernels, which take no memory by what they
+# read.
+_READS = (
+    "/step/rules.py",
+    "/host/checksums.py",
+    "/host/engine.py",
+    "/quantizing/quantize.py",
+    "/nn/bitsandbytes.py",
+    "/_core/registration.py",
+)
 _LIBRARIES = (
     "/site-packages/",
     "/dist-packages/",

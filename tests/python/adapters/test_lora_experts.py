@@ -241,6 +241,9 @@ def test_experts_are_left_unless_they_are_asked_for():
     line = f"which get no adapter: {numel:,} of {report.frozen:,} parameters"
     assert left(report)["model.layers.0.mlp.experts.down_proj"].endswith(line)
     assert chosen(experts=False)[1].trained == report.trained
+    model = moe_of("Qwen2Moe")
+    headroom.quantize(model)  # of which fewer bytes are stored
+    assert left(headroom.lora(model, 4))["model.layers.0.mlp.experts.down_proj"].endswith(line)
 
 
 @pytest.mark.parametrize("option", [dict(dropout=0.1), dict(dora=True)])

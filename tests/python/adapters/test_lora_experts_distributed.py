@@ -1,20 +1,22 @@
-"""Adapters of experts in two processes that FSDP2 shards, by whole experts.
+"""Experts in few bits, and adapters of experts, in two processes of FSDP2, by whole experts.
 
 The functions without `test_` in their name run on both ranks (helpers/ranks.py).
 """
 
+import copy
 from pathlib import Path
 
 import headroom
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from helpers.bits import assert_same_bits
 from helpers.hf_models import shaken
-from helpers.mesh import mesh, whole
+from helpers.mesh import can_shard, mesh, whole
 from helpers.moe_models import experts_of, moe_of
 
 pytestmark = pytest.mark.gloo
@@ -58,5 +60,31 @@ def fsdp(rank, folder):
         assert (Path(folder) / name).read_bytes() == (Path(by_one) / name).read_bytes()
 
 
-def test_in_two_processes(ranks, tmp_path):
-    ranks(fsdp, str(tmp_path))
+def quantized(to, seed=5, **options):
+    model = moe_of("Mixtral", seed=seed)
+    headroom.quantize(model, to, **options)
+    return model
+
+
+def few_bits(rank):
+    """What one process wrote is cut where it is loaded."""
+    if not can_shard():
+        return
+    for to in ("nf4", "int8"):
+        model, wanted = quantized(to, seed=6), quantized(to)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh())
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, copy.deepcopy(wanted.state_dict()), options=options)
+        assert_same_bits(whole([*model.parameters()]), [p.detach() for p in wanted.parameters()])
+        for mine, right in zip(gradients(model, 0), gradients(wanted, 0), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)
+        if to == "nf4":
+            other = quantized(to, block_size=128).state_dict()
+            with pytest.raises(RuntimeError, match="its blocks are others than those of the"):
+                set_model_state_dict(model, other, options=options)
+
+
+@pytest.mark.parametrize("function, arguments", [(fsdp, ["adapter"]), (few_bits, [])])
+def test_in_two_processes(function, arguments, ranks, tmp_path):
+    ranks(function, *(str(tmp_path / name) for name in arguments))

@@ -4,6 +4,7 @@ import copy
 
 import headroom
 import pytest
+import safetensors.torch
 import torch
 from headroom.functional.quantize_matrix import mxfp4_matrix
 from headroom.nn import QuantizedExperts
@@ -68,3 +69,13 @@ def test_values_gradients_files_and_merging(tmp_path):
     torch.testing.assert_close(outputs(dense), wanted, rtol=1e-4, atol=1e-4)
     headroom.unmerge(model)
     assert_same_bits(outputs(model), wanted)
+    headroom.patch(model, "L2", norms=False)  # whose stacks then lie as those of the model again
+    headroom.merge(model, torch.float32)
+    torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-4)
+    headroom.unmerge(model)
+    headroom.unpatch(model)
+    assert_same_bits(outputs(model), wanted)
+    base = headroom.dequantize(in_mxfp4(), torch.float32)  # files whose matrices lie as the model's
+    safetensors.torch.save_file(dict(base.state_dict()), tmp_path / "base.safetensors")
+    headroom.merge(model, base=tmp_path / "base.safetensors")
+    torch.testing.assert_close(outputs(model), wanted, rtol=2e-2, atol=2e-2)

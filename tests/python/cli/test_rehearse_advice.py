@@ -62,8 +62,10 @@ def test_what_changes_results_is_tried_last_and_all_of_it(advised):
     left = f"{int(0.9 * 60 * 1024)} MiB"
     names = [one["with"].removeprefix("--budget '1000 MiB'").strip() for one in tried]
     assert names[:2] == ["", f"--host-budget '{left}'"]
-    assert names[2:] == [f"--allow {n}" for n in ("8bit", "bf16", "adafactor", "int8", "nf4")]
-    assert [one["changes"] != "" for one in tried] == [False] * 2 + [True] * 5
+    assert names[2:] == [
+        f"--allow {n}" for n in ("8bit", "bf16", "adafactor", "act8", "int8", "nf4")
+    ]
+    assert [one["changes"] != "" for one in tried] == [False] * 2 + [True] * 6
     assert "--allow 8bit: does not fit\n    DoesNotFit: DoesNotFit says why\n" in told
     assert "changes results: weights are bfloat16" in told
     assert told.endswith("\nheadroom run --budget '1000 MiB' --allow bf16 train.py\n")
@@ -89,7 +91,7 @@ def test_where_nothing_helps(advised):
     tried, calls, told = advised(lambda *_: (None, "UnknownLoop"), {}, "train.py")
     assert tried == [] and len(calls) == 1 and "headroom.fit" in told
     _, calls, told = advised(lambda *_: (False, "DoesNotFit"), {}, "train.py")
-    assert len(calls) == 6 and told.endswith("  it fits in none of these\n")
+    assert len(calls) == 7 and told.endswith("  it fits in none of these\n")
 
 
 def test_where_only_the_hosts_memory_ran_out(advised):

@@ -91,6 +91,9 @@ exec(check)  # a read by a check of Headroom's own, which does not count
 model = headroom.nn.Transformer(headroom.nn.TransformerConfig(9, 512, 2, 8, 512))
 headroom.patch(model, "L5", weights="host")
 model.cuda()  # copies each weight back to the host, which does not count either
+index, one = large.view(1024, 1024).argmax(1, keepdim=True), torch.ones(1024, 1, device="cuda")
+stacks = [torch.ones(2, *size, device="cuda") for size in ((8, 1024), (1024, 4))]
+headroom.functional.experts(large.view(1024, 1024), index, one, *stacks)  # nor its numbers of rows
 order = torch.empty(9, dtype=torch.int64, device="cuda")
 order[torch.randperm(9, device="cuda")] = torch.arange(9, device="cuda")
 print("order", order.sum().item(), "torch.empty", small.new_empty(2).fill_(3).sum().item())

@@ -243,7 +243,16 @@ def bad(message, error=RuntimeError, **changes):
     [
         bad("gate_up is \\[6, 1920\\], wanted \\[experts, rows, cols\\]",
             gate_up=lambda t: quantize_matrix(t["gate_up"].flatten(1))),
-        bad("codes has .* elements", gate_up=lambda t: quantize_matrix(t["gate_up"][1:])),
+        bad("gate_up is \\[5, .*\\], wanted \\[6, ",
+            gate_up=lambda t: quantize_matrix(t["gate_up"][1:])),
+        # Of as many codes as it would have:
+        bad("gate_up is \\[6, 40, 48\\], wanted \\[6, 48, 40\\]",
+            gate_up=lambda t: quantize_matrix(t["gate_up"].mT.contiguous())),
+        bad("gate_up is \\[12, 24, 40\\], wanted \\[6, 48, 40\\]",
+            gate_up=lambda t: quantize_matrix(t["gate_up"].reshape(12, 24, 40))),
+        bad("gate_up is \\[6, 40, 48\\], wanted \\[6, 40, 80\\]", transposed=lambda t: True,
+            gate_up=lambda t: quantize_matrix(t["gate_up"].mT.contiguous()),
+            down=lambda t: quantize_matrix(t["down"])),
         bad("gate_up_bias must be a tensor", gate_up_bias=lambda t: t["x"]),
         bad("down is a list, wanted", TypeError, down=lambda t: [t["down"]]),
         bad("codes has .* of Float, wanted .* of uint8",

@@ -166,7 +166,11 @@ def test_bad_inputs():
         ("wanted gate_up and down, and neither codes nor scales, for format 0", call(format=0)),
         ("format is 5", call(format=5)),
         ("have different formats", public(up_weight=quantize_matrix(tensors["up_weight"], "fp4"))),
-        ("codes has", public(down_weight=replace(codes["down_weight"], shape=(24, 41)))),
+        ("down is \\[24, 41\\]", public(down_weight=replace(codes["down_weight"], shape=(24, 41)))),
+        (  # of as many codes
+            "up is \\[24, 40\\], but down is \\[24, 40\\]: wanted \\[40, 24\\]",
+            public(up_weight=replace(codes["up_weight"], shape=(24, 40))),
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             refuse()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.bits import assert_same_bits
-from helpers.mesh import mesh, whole
+from helpers.mesh import can_shard, mesh, whole
 
 pytestmark = pytest.mark.gloo
 IN = 24
@@ -62,15 +62,6 @@ def train(model, rank=0):
     grads = whole([p.grad for p in model.parameters() if p.requires_grad])
     model.zero_grad()
     return [loss.detach(), *grads]
-
-
-def can_shard():
-    """Returns whether FSDP2 takes parameters of integers, as that of torch 2.11 does not."""
-    try:
-        fully_shard(Linear4bit(IN, 4), mesh=mesh())
-    except RuntimeError:
-        return False
-    return True
 
 
 def sharded(model, **options):

@@ -200,3 +200,24 @@ def test_headroom_gives_none_where_peft_has():
         ValueError, match="experts is 2, but .* that can have adapters: it has adap"
     ):
         headroom.lora(model, 4, targets=[], experts=2)
+
+
+def test_stacks_with_adapters_are_not_quantized(tmp_path):
+    model, inputs = adapted("Mixtral", False, ["q_proj"]), tokens_of()
+    report = headroom.quantize(model)
+    assert not any("Experts" in one.was for one in report.quantized) and report.quantized
+    assert "PEFT has given its stacks adapters" in str(report)
+    want = step(model, inputs)
+    headroom.patch(model, "L2", norms=False)
+    assert error(step(model, inputs), want) < 1e-5
+
+
+def test_a_model_in_peft_is_saved_in_few_bits(tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(moe_of("Mixtral"), config)
+    headroom.quantize(model)
+    base = model.unload()
+    base.save_pretrained(tmp_path)
+    other = moe_of("Mixtral", seed=8)
+    headroom.load_quantized(other, tmp_path)
+    assert_same_bits(outputs(other), outputs(base))

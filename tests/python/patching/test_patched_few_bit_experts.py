@@ -90,6 +90,25 @@ def test_weights_on_the_host():
     assert_same_bits(step(model, inputs).values(), want.values())
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_the_level_stays_when_experts_are_quantized_or_decoded_later(name):
+    model, inputs = moe_of(name), tokens_of()
+    other = copy.deepcopy(model)
+    headroom.quantize(other)
+    headroom.patch(other, "L2", norms=False)
+    want = step(other, inputs)
+    headroom.patch(model, "L2", norms=False)
+    before = kept_bytes(lambda: model(input_ids=inputs["input_ids"]).logits, model.parameters())
+    headroom.quantize(model)
+    assert_same_bits(step(model, inputs).values(), want.values())
+    for _ in range(2):
+        kept = kept_bytes(lambda: model(input_ids=inputs["input_ids"]).logits, model.parameters())
+        assert kept <= before
+        headroom.dequantize(model)
+    headroom.unpatch(model)
+    assert all("forward" not in vars(module) for module in experts_of(model).values())
+
+
 def test_a_forward_that_somebody_has_replaced_is_left():
     model = quantized("Mixtral")
     first, second = experts_of(model).values()

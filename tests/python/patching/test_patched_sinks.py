@@ -183,6 +183,9 @@ def test_packed_sequences_do_not_see_each_other(calls):
     torch.testing.assert_close(out, torch.cat(alone, 1), rtol=1e-4, atol=3e-5)
     assert [given["cu_seqlens"].tolist() for given in calls] == [[0, 8, 11, 20]] * 2
     assert [given["longest"] for given in calls] == [9, 9]
+    mask = (torch.arange(20) < 18)[None]
+    with pytest.raises(ValueError, match="was given cu_seq_lens_q and an attention_mask with padd"):
+        model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **more)
 
 
 def test_autocast(calls):

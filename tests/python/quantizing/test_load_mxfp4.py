@@ -87,6 +87,12 @@ def test_numbers_are_those_of_transformers(tmp_path):
     for mine, theirs in zip(experts_of(model).values(), experts_of(dense).values()):
         for q, stack in zip(mine.stacks(), STACKS):
             assert_same_bits(dequantize_matrix(q).mT, getattr(theirs, stack).detach())
+    other = copy.deepcopy(model)
+    headroom.lora(other, 2, experts=True, targets=[])
+    headroom.merge(other)
+    assert not hasattr(other.config, "quantization_config")
+    headroom.unmerge(other)
+    assert other.config.quantization_config == QUANTIZATION
     headroom.dequantize(model)
     got, want = model.state_dict(), dense.state_dict()
     assert got.keys() == want.keys()

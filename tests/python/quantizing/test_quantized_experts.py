@@ -262,7 +262,9 @@ def test_a_state_dict_loads_strictly(to):
 def test_the_keys_and_bytes_of_bitsandbytes(name, kind, nested):
     """Both ways, strictly."""
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    ours, theirs = alone(name, torch.bfloat16), alone(name, torch.bfloat16)
+    # Of rows that are no whole blocks bitsandbytes 0.50 decodes other numbers, with AVX-512.
+    sizes = dict(hidden_size=64, intermediate_size=64)
+    ours, theirs = (alone(name, torch.bfloat16, **sizes) for _ in range(2))
     headroom.quantize(ours, kind, double=nested)
     for stack in ("gate_up_proj", "down_proj"):
         parametrize.replace_parameter_4bit(
@@ -283,7 +285,7 @@ def test_the_keys_and_bytes_of_bitsandbytes(name, kind, nested):
     for stack, q in zip(("gate_up_proj", "down_proj"), ours["experts"].stacks()):
         got, want = dequantize_matrix(q), getattr(theirs["experts"], stack)
         assert (got.float() - want.float()).abs().max() <= 1e-2 * want.float().abs().max()
-    back = alone(name, torch.bfloat16, seed=8)["experts"]
+    back = alone(name, torch.bfloat16, seed=8, **sizes)["experts"]
     for stack in ("gate_up_proj", "down_proj"):
         own = {
             k.removeprefix(f"experts.{stack}."): v
@@ -308,10 +310,13 @@ def test_entries_that_do_not_fit_are_named(key, change, message):
     headroom.quantize(model)
     state = model.state_dict()
     state[f"experts.{key}"] = change(state[f"experts.{key}"])
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=message):
-        model.load_state_dict(state)
-    assert_same_bits(model.state_dict().values(), before.values())
+    other = alone("Mixtral", seed=6)
+    headroom.quantize(other, block_size=128)  # whose scales have other sizes
+    for each in (model, other):
+        before = copy.deepcopy(each.state_dict())
+        with pytest.raises(RuntimeError, match=message):
+            each.load_state_dict(state)
+        assert_same_bits(each.state_dict().values(), before.values())
 
 
 def test_save_pretrained_writes_stacks_as_they_are(tmp_path):
