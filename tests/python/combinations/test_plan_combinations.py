@@ -83,8 +83,8 @@ def test_techniques_are_planned_for_every_device(case):
         same = peak(**case | {"technique": "non-reentrant"})
         assert abs(got - same) <= 0.1 * same
     assert got == peak(**case | {"first": "cpu"})
-    # The same kernels, but for the product with a bias and its parts; of 16 bits a processor without
-    # instructions for them takes scratch memory.
+    # The same kernels, but for the product with a bias and its parts; for those of 16 bits, a
+    # processor without instructions for them takes scratch memory.
     if case["feature"] == "plain" and case["precision"] == "f32":
         other = peak(**case | {"device": "cpu" if case["device"] == "cuda" else "cuda"})
         assert abs(got - other) <= 0.15 * max(got, other)
