@@ -157,3 +157,13 @@ def test_factors_of_adapters_are_matrices():
     optimizer = Muon(model)
     factors = {f"{name}.lora_{one}.default.weight" for name in ("up", "down") for one in "AB"}
     assert factors <= names_of(optimizer, True)
+
+
+def test_factors_of_adapters_of_experts_are_batches_of_matrices():
+    pytest.importorskip("transformers")
+    from helpers.moe_models import moe_of
+
+    model = moe_of("Mixtral")
+    headroom.lora(model, rank=4, experts=2, targets=[])
+    factors = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert len(factors) == 8 and names_of(Muon(model), True) == factors
