@@ -110,10 +110,8 @@ class _Owner:
             return is_weight if dim == 2 else word in EXPERTS or (is_weight and "experts" in name)
         if isinstance(self.module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
             return is_weight
-        if dim == 3 and (
-            any("Experts" in kind for kind in self.kinds)
-            or {"lora_A", "lora_B"} & {*name.split(".")}
-        ):
+        words = {*name.split(".")}
+        if dim == 3 and (words & {"lora_A", "lora_B"} or any("Experts" in k for k in self.kinds)):
             return True
         # Those of other libraries, too, and LoRA's factors in them.
         is_linear = self.is_conv1d or any("Linear" in kind for kind in self.kinds)

@@ -166,4 +166,4 @@ def test_factors_of_adapters_of_experts_are_batches_of_matrices():
     model = moe_of("Mixtral")
     headroom.lora(model, rank=4, experts=2, targets=[])
     factors = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert len(factors) == 8 and names_of(Muon(model), True) == factors
+    assert len(factors) == 8 and factors <= names_of(Muon(model), True)
