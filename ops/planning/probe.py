@@ -7,7 +7,7 @@ would hold on another machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,31 +46,44 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | Non
 
 
 def _measured(func: Any, args: Any, kwargs: Any) -> Found:
-    _route(func, args, kwargs)
-    func(*args, **kwargs)  # The first call allocates what is kept.
-    recorder = CpuRecorder(stacks=False)
-    recorder.start()
-    try:
-        result = func(*args, **kwargs)
-    finally:
-        recorder.stop()
-    live = most = 0
-    for event in recorder.events():
-        live += event.bytes if event.action == "alloc" else -event.bytes
-        most = max(most, live)
-    return max(0, most - live), tuple(x.nbytes for x in tensors_in(result))
-
-
-def _route(func: Any, args: Any, kwargs: Any) -> None:
-    """Sends as many rows to each expert, for those that are products of experts."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    if func._schema.name == "headroom::experts":
-        index = given["index"]
-        rows = torch.arange(index.numel()).view(index.shape)
-        index.copy_(rows % given["experts"])
-    elif func._schema.name == "headroom::experts_backward":
-        offsets = given["offsets"]
-        offsets.copy_(torch.linspace(0, given["weight"].numel(), len(offsets)).long())
+    most = 0
+    for _ in _routings(func._schema.name, given):
+        func(*args, **kwargs)  # The first call allocates what is kept.
+        recorder = CpuRecorder(stacks=False)
+        recorder.start()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            recorder.stop()
+        live = highest = 0
+        for event in recorder.events():
+            live += event.bytes if event.action == "alloc" else -event.bytes
+            highest = max(highest, live)
+        most = max(most, highest - live)
+        sizes = tuple(x.nbytes for x in tensors_in(result))
+        del result
+    return most, sizes
+
+
+def _routings(name: str, given: dict[str, Any]) -> Iterator[None]:
+    """Sends rows to experts, where a product is of these: all to one, and as many to each. Others
+    are asked once."""
+    if name == "headroom::experts":
+        index, count = given["index"], given["experts"]
+        for each in (1, count):
+            index.copy_((torch.arange(index.numel()) % each).view(index.shape))
+            yield
+    elif name == "headroom::experts_backward":
+        offsets, rows = given["offsets"], given["weight"].numel()
+        for ends in (
+            torch.full((len(offsets) - 1,), rows),
+            torch.linspace(0, rows, len(offsets))[1:],
+        ):
+            offsets[1:] = ends
+            yield
+    else:
+        yield
 
 
 def _described(leaf: Any) -> Any:

@@ -100,6 +100,7 @@ def test_memory_in_use_is_that_of_the_codes():
     """By the allocator, of two blocks: nothing else holds the input."""
     sizes = dict(hidden_size=256, features=384, head_dim=64, save="L5:8bit")
     block, inputs = block_and_input("llama", torch.bfloat16, 1, 128, **sizes)
+    gc.collect()  # of what other tests have left
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         y = block(block(inputs[0] * 1, *inputs[1:]), *inputs[1:])
         gc.collect()

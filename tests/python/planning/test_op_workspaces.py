@@ -7,6 +7,7 @@ import headroom.memory
 import pytest
 import torch
 from headroom.functional import experts
+from headroom.functional.linear import SLOW_ON_CPU
 from headroom.memory.cpu import CpuRecorder
 from headroom.nn.functional import mlp_block
 from headroom.planning import op_workspaces as module
@@ -139,7 +140,9 @@ def test_workspace_of_an_mlp_forward_and_backward(save):
 
 
 @pytest.mark.parametrize("save", ["L0", "L2"])
-def test_workspace_of_experts_does_not_depend_on_the_routing(save):
+def test_workspace_of_experts_is_that_of_the_routing_that_takes_most(save):
+    """It depends on the routing only by what oneDNN takes for products of so many rows."""
+    most, planned = {}, {}
     gate_up, down = torch.randn(4, 32, 16).bfloat16(), torch.randn(4, 16, 16)
     for index in (torch.arange(80).view(40, 2) % 4, torch.zeros(40, 2, dtype=torch.int64)):
         with Seen() as seen:
@@ -152,8 +155,11 @@ def test_workspace_of_experts_does_not_depend_on_the_routing(save):
             with FakeTensorMode() as mode:
                 given = tree_map_only(torch.Tensor, mode.from_tensor, args)
                 found = workspaces_of(func, given, kwargs, "cpu")
-            assert sum(size for size, _ in found) == real > 0, func
+            most[func] = max(most.get(func, 0), real)
+            assert planned.setdefault(func, sum(size for size, _ in found)) > 0
         assert len(seen.calls) == 2
+    if torch.bfloat16 in SLOW_ON_CPU or torch.cpu._is_avx512_bf16_supported():
+        assert most == planned  # else oneDNN takes more, of which it keeps some
 
 
 def test_large_operations_are_not_run(monkeypatch):
