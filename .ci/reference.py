@@ -91,11 +91,23 @@ class Headroom(griffe.Extension):
             for place, value in found.items():
                 give_arguments(value, listed.get(place))
         rewrite(pkg)
+        for _, found in shown:
+            for place, value in found.items():
+                inherit(place, value, listed)
         for page, found in shown:  # hides modules of the name of a function: the last of all
             for place, value in found.items():
                 if value.parent is not page:
                     name = place.rpartition(".")[2]
                     page.members[name] = griffe.Alias(name, target=value, parent=page)
+
+
+def inherit(place, kind, listed):
+    """Gives a class the methods that are listed and that it has from bases which are not public."""
+    prefix = f"{place}."
+    names = (name.removeprefix(prefix) for name in listed if name.startswith(prefix))
+    for name in [name for name in names if name not in kind.members]:
+        bases = (base.members[name] for base in kind.mro() if name in base.members)
+        kind.set_member(name, griffe.Alias(name, target=next(bases), parent=kind))
 
 
 def give_arguments(kind, listed):

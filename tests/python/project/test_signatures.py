@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import headroom
 
@@ -34,37 +35,36 @@ def shown(function) -> str:
 
 def signatures() -> Iterator[str]:
     """Yields a line for each public function, class and method of a class, by its place."""
-    seen, public = {}, {*public_classes()}
+    seen, listed = {}, [*public()]
+    kinds = {value for _, value in listed if inspect.isclass(value)}
+    for place, value in listed:
+        if not getattr(value, "__module__", "").startswith("headroom") or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if inspect.isclass(value):
+            yield from of_class(place, value, kinds)
+        elif callable(value):
+            yield f"{place}{shown(value)}"
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Yields what packages list, by its place."""
     for package in ["headroom", *PACKAGES, *INTEGRATIONS]:
         try:
             module = importlib.import_module(package)
         except ImportError:  # an integration, without its package
             continue
         for name in sorted(getattr(module, "__all__", ())):
-            value = getattr(module, name)
-            if not getattr(value, "__module__", "").startswith("headroom") or id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if inspect.isclass(value):
-                yield from of_class(f"{package}.{name}", value, public)
-            elif callable(value):
-                yield f"{package}.{name}{shown(value)}"
+            yield f"{package}.{name}", getattr(module, name)
 
 
-def public_classes() -> Iterator[type]:
-    for package in ["headroom", *PACKAGES]:
-        module = importlib.import_module(package)
-        yield from filter(
-            inspect.isclass, (getattr(module, name) for name in getattr(module, "__all__", ()))
-        )
-
-
-def of_class(place: str, kind: type, public: set[type]) -> Iterator[str]:
+def of_class(place: str, kind: type, kinds: set[type]) -> Iterator[str]:
     """Yields a class and its methods, with those of bases that are not public themselves."""
     if not issubclass(kind, BaseException):
         yield f"{place}{shown(kind)}"
     hidden = [base for base in kind.__mro__[1:] if base.__module__.startswith("headroom")]
-    owners = [kind, *(base for base in hidden if base not in public)]
+    inherited = {base for one in {*hidden} & kinds for base in one.__mro__}
+    owners = [kind, *(base for base in hidden if base not in inherited)]
     found = {}
     for owner in reversed(owners):
         for name, method in vars(owner).items():

@@ -86,7 +86,8 @@ def test_the_reference_has_every_public_name_with_its_arguments(built):
         if not hasattr(headroom, name):  # else it is on the first page
             names.append(f"headroom.functional.{name}")
     found = entries(site)
-    assert not set(names) - set(found)
+    missing = set(names) - set(found)
+    assert not missing
     assert not [name for name in found if "._" in name]
     for name in names:
         page = (site / found[name] / "index.html").read_text()
