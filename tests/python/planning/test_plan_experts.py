@@ -3,6 +3,7 @@
 import headroom
 import pytest
 import torch
+from headroom.functional.linear import SLOW_ON_CPU
 from headroom.memory import track
 from headroom.patching.levels import Blocks
 
@@ -34,14 +35,18 @@ def test_a_plan_is_what_a_step_takes(name, level, frozen):
 @pytest.mark.parametrize("size", [32, 256])
 @pytest.mark.parametrize("level", ["L1", "L5"])
 def test_in_16_bits(level, size, to):
-    """With what oneDNN takes for products of experts that have as many rows."""
+    """With what oneDNN takes for products of experts, which on some processors depends on how many
+    rows each has: the plan is of the routing that takes most."""
     batch = tokens_of(64)
     model = moe_of("Qwen3Moe", hidden_size=size, moe_intermediate_size=size).bfloat16()
     if to is not None:
         headroom.quantize(model, to)
     headroom.patch(model, level)
     plan = headroom.plan(model, None, batch)
-    assert plan.total_bytes == pytest.approx(measured(model, batch), rel=1e-3)
+    real = measured(model, batch)
+    assert 0.98 * real <= plan.total_bytes <= 1.1 * real
+    if torch.bfloat16 in SLOW_ON_CPU:  # where Headroom multiplies
+        assert plan.total_bytes == pytest.approx(real, rel=1e-3)
 
 
 @pytest.mark.parametrize("level", ["L0", "L2", "L5"])
