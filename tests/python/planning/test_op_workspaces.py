@@ -158,8 +158,10 @@ def test_workspace_of_experts_is_that_of_the_routing_that_takes_most(save):
             most[func] = max(most.get(func, 0), real)
             assert planned.setdefault(func, sum(size for size, _ in found)) > 0
         assert len(seen.calls) == 2
-    if torch.bfloat16 in SLOW_ON_CPU or torch.cpu._is_avx512_bf16_supported():
-        assert most == planned  # else oneDNN takes more, of which it keeps some
+    if (
+        torch.bfloat16 in SLOW_ON_CPU
+    ):  # where Headroom multiplies: oneDNN keeps some of what it takes
+        assert most == planned
 
 
 def test_large_operations_are_not_run(monkeypatch):

@@ -4,6 +4,7 @@ import headroom
 import pytest
 import torch
 from headroom.functional import QuantizedMatrix, experts, quantize_matrix
+from headroom.functional.linear import SLOW_ON_CPU
 from headroom.memory import track
 from torch import nn
 
@@ -66,4 +67,7 @@ def test_a_plan_is_what_a_step_takes(dtype, form, adapter, save):
         for _ in range(2):
             forward(model, batch).backward()
             model.zero_grad()
-    assert plan.total_bytes == tracked.peak_bytes
+    if dtype == F32 or dtype in SLOW_ON_CPU:
+        assert plan.total_bytes == tracked.peak_bytes
+    else:  # what oneDNN takes may depend on how many rows an expert has
+        assert 0.98 * tracked.peak_bytes <= plan.total_bytes <= 1.1 * tracked.peak_bytes
