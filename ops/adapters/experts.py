@@ -130,6 +130,7 @@ def left_experts(
     found: dict[str, tuple[str, int, str]] = {}
     for path, module in outside(model):
         base, rule, chosen = _base(module), rules.get(path), stacks.get(path, {})
+        numels = _numels(base)
         for name, param in base.named_parameters(recurse=False):
             if not is_of_experts(base, param) or name in chosen or is_copied(path):
                 continue
@@ -140,7 +141,7 @@ def left_experts(
                 why = ", as it is no target" if asked else ""
             elif asked and rule is not None:
                 why = f", as {rule}"
-            found[joined(path, name)] = type(base).__name__, _numels(base)[name], why
+            found[joined(path, name)] = type(base).__name__, numels[name], why
     many = sum(numel for _, numel, _ in found.values())
     whole = sum(
         {

@@ -44,11 +44,9 @@ def merged_experts(
     if again and any(getattr(stack, "format", None) == MXFP4 for stack in held.values()):
         raise ValueError("requantize=True, but nothing can be put into MXFP4: merge without it")
     for name in changed_stacks(module, again):
-        weight = originals.get(name)
-        if weight is None:
-            weight = held[name]
-        else:
-            weight = weight.to(squares.device)
+        weight = held[name]
+        if name in originals:
+            weight = originals[name].to(squares.device)
             weight = weight.mT if is_turned(module) else weight
         wanted = None if again else dtype or held[name].dtype
         stacks[name] = _sum(module, weight, adapters.get(name), wanted, held[name], squares)

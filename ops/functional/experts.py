@@ -185,14 +185,18 @@ def _check_sizes(
 ) -> None:
     """Raises where stacks of few bits do not fit, of which the op sees only how many codes they
     have."""
-    count = stacks["down"][2][0]
-    sizes = {"gate_up": (2 * features if gated else features, hidden), "down": (hidden, features)}
+    count, sizes = stacks["down"][2][0], _matrices(hidden, features, gated)
     for name, (_, scales, shape, _) in stacks.items():
         rows, cols = sizes[name][::-1] if transposed else sizes[name]
         require(
             scales is None or tuple(shape) == (count, rows, cols),
             f"{name} is {[*shape]}, wanted {[count, rows, cols]}",
         )
+
+
+def _matrices(hidden: int, features: int, gated: bool) -> dict[str, tuple[int, int]]:
+    """Returns the outputs and inputs of the matrices of an expert."""
+    return {"gate_up": (2 * features if gated else features, hidden), "down": (hidden, features)}
 
 
 def _adapter(name: str, given: Any) -> tuple[Tensor | None, Tensor | None, float]:
@@ -245,8 +249,8 @@ def _check(name: str, rows: Tensor, given: dict[str, Any]) -> tuple[int, int]:
         f"weight has shape {[*weight.shape]}, wanted [{tokens}, slots] with 1 slot or more",
     )
     _check_dtype("weight", weight, rows)
-    width = 2 * features if given["gated"] else features
-    for stack, outputs, inputs in (("gate_up", width, hidden), ("down", hidden, features)):
+    sizes = _matrices(hidden, features, given["gated"])
+    for stack, (outputs, inputs) in sizes.items():
         _check_stack(stack, rows, given, outputs, inputs)
         a, b = given[f"{stack}_a"], given[f"{stack}_b"]
         require((a is None) == (b is None), f"one of {stack}_a and {stack}_b is None")
@@ -263,7 +267,7 @@ def _check(name: str, rows: Tensor, given: dict[str, Any]) -> tuple[int, int]:
                 f"{key} has shape {[*tensor.shape]}, wanted {[*shape]} with a rank of 1 or more",
             )
         require(a.dtype == b.dtype, f"{stack}_b has dtype {b.dtype}, but {stack}_a {a.dtype}")
-    return tokens * weight.shape[1], width
+    return tokens * weight.shape[1], sizes["gate_up"][0]
 
 
 def _check_dtype(name: str, tensor: Tensor, rows: Tensor) -> None:

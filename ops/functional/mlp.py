@@ -55,11 +55,11 @@ def of_few_bits(*matrices: QuantizedMatrix | None) -> dict[str, Any]:
     cols, features = down.shape
     widths = (features,) if len(given) == 3 else (features, 2 * features)
     for name, q in zip(MATRICES, matrices[:-1]):
-        require(
-            q is None or (q.shape[1] == cols and q.shape[0] in widths),
-            f"{name} is {[*q.shape] if q else None}, but down is {[*down.shape]}: wanted "
-            f"{[widths[-1], cols]}",
-        )
+        if q is not None:
+            require(
+                q.shape[0] in widths and q.shape[1] == cols,
+                f"{name} is {[*q.shape]}, but down is {[*down.shape]}: wanted {[widths[-1], cols]}",
+            )
     tensors = [t for q in matrices for t in ((None, None) if q is None else (q.codes, q.scales))]
     return dict(zip(names, tensors)) | {
         "features": features,

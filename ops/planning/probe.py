@@ -41,29 +41,26 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | Non
             unasked.add(func._schema.name)
             return None
         with _disable_current_modes():
-            _found[key] = _measured(func, map_tensors(args, _zeros), map_tensors(kwargs, _zeros))
+            args, kwargs = map_tensors(args, _zeros), map_tensors(kwargs, _zeros)
+            given = dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
+            routings = _routings(func._schema.name, given)
+            _found[key] = max(_measured(func, args, kwargs) for _ in routings)
     return _found[key]
 
 
 def _measured(func: Any, args: Any, kwargs: Any) -> Found:
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    most = 0
-    for _ in _routings(func._schema.name, given):
-        func(*args, **kwargs)  # The first call allocates what is kept.
-        recorder = CpuRecorder(stacks=False)
-        recorder.start()
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            recorder.stop()
-        live = highest = 0
-        for event in recorder.events():
-            live += event.bytes if event.action == "alloc" else -event.bytes
-            highest = max(highest, live)
-        most = max(most, highest - live)
-        sizes = tuple(x.nbytes for x in tensors_in(result))
-        del result
-    return most, sizes
+    func(*args, **kwargs)  # The first call allocates what is kept.
+    recorder = CpuRecorder(stacks=False)
+    recorder.start()
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        recorder.stop()
+    live = most = 0
+    for event in recorder.events():
+        live += event.bytes if event.action == "alloc" else -event.bytes
+        most = max(most, live)
+    return max(0, most - live), tuple(x.nbytes for x in tensors_in(result))
 
 
 def _routings(name: str, given: dict[str, Any]) -> Iterator[None]:

@@ -9,14 +9,13 @@ import headroom
 import pytest
 import torch
 import torch.distributed as dist
-from headroom.nn import Linear4bit
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.bits import assert_same_bits
-from helpers.mesh import mesh, whole
+from helpers.mesh import can_shard, mesh, whole
 
 pytestmark = pytest.mark.gloo
 
@@ -59,15 +58,6 @@ def ddp(rank, to, folder):
     got = gradients(model, rank)  # of the weights of rank 0
     for mine, wanted in zip(got, means(model_of(to, seed=0)), strict=True):
         torch.testing.assert_close(mine, wanted)
-
-
-def can_shard():
-    """Returns whether FSDP2 takes parameters of integers, as that of torch 2.11 does not."""
-    try:
-        fully_shard(Linear4bit(24, 4), mesh=mesh())
-    except RuntimeError:
-        return False
-    return True
 
 
 def fsdp(rank, to, folder):

@@ -29,6 +29,17 @@ def adapted(name, to=None, dtype=torch.float32, **options):
     return shaken(model)
 
 
+def with_the_same_adapters(model):
+    """Returns a copy of a model with adapters, and quantizes the model and gives it these too."""
+    other = copy.deepcopy(model)
+    headroom.quantize(model)
+    for one in (model, other):
+        torch.manual_seed(1)
+        headroom.lora(one, 4, experts=True)
+        shaken(one)
+    return other
+
+
 def exact_stacks(model):
     """Returns the sums of stacks with adapters, in float64, by the names of parameters."""
     dense = headroom.dequantize(copy.deepcopy(model), torch.float32)
@@ -157,12 +168,7 @@ def test_stacks_of_files_before_they_were_quantized(tmp_path):
     model = moe_of("GptOss")
     state, key = {k: x.clone() for k, x in model.state_dict().items()}, f"{NAMES[1]}.down_proj"
     safetensors.torch.save_file(state, tmp_path / "base.safetensors")
-    other = copy.deepcopy(model)
-    headroom.quantize(model)
-    for one in (model, other):
-        torch.manual_seed(1)
-        headroom.lora(one, 4, experts=True)
-        shaken(one)
+    other = with_the_same_adapters(model)
     headroom.merge(model, base=tmp_path / "base.safetensors")
     headroom.merge(other)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)
@@ -186,12 +192,7 @@ def test_files_of_transformers(name, tmp_path):
     model = moe_of(name)
     model.save_pretrained(tmp_path)
     assert not any(key.endswith("experts.down_proj") for key in load_folder(tmp_path))
-    other = copy.deepcopy(model)
-    headroom.quantize(model)
-    for one in (model, other):
-        torch.manual_seed(1)
-        headroom.lora(one, 4, experts=True)
-        shaken(one)
+    other = with_the_same_adapters(model)
     headroom.merge(model, base=tmp_path)
     headroom.merge(other)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)

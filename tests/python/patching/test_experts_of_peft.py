@@ -202,7 +202,7 @@ def test_headroom_gives_none_where_peft_has():
         headroom.lora(model, 4, targets=[], experts=2)
 
 
-def test_stacks_with_adapters_are_not_quantized(tmp_path):
+def test_stacks_with_adapters_are_not_quantized():
     model, inputs = adapted("Mixtral", False, ["q_proj"]), tokens_of()
     report = headroom.quantize(model)
     assert not any("Experts" in one.was for one in report.quantized) and report.quantized
