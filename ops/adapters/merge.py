@@ -176,7 +176,6 @@ def merge(
                 check_finite(joined(path, name), stack, " in base")
             whole, lost = merged_experts(one, own, dtype, requantize)
             merged[id(one)] = whole
-            vars(whole).pop(KEPT, None)
             if keep:
                 vars(whole)[KEPT] = one
             found.append(Merged(path, type(one.base_layer).__name__, one.added, lost))

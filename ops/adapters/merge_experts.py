@@ -94,7 +94,9 @@ def _copied(base: Any) -> Any:
     """Returns a module that shares the parameters and the config of another, patched as it is."""
     held = getattr(base, "config", None), vars(base).get(KEPT)
     shared = [*base.parameters(), *(one for one in held if one is not None)]
-    return copy.deepcopy(base, {id(one): one for one in shared})
+    made = copy.deepcopy(base, {id(one): one for one in shared})
+    vars(made).pop(KEPT, None)
+    return made
 
 
 def _sum(

@@ -6,13 +6,12 @@ import headroom
 import pytest
 import safetensors.torch
 import torch
-from headroom.functional.quantize_matrix import mxfp4_matrix
 from headroom.nn import QuantizedExperts
 from headroom.state import load_adapter, save_adapter
 
 from helpers.bits import assert_same_bits
 from helpers.hf_models import outputs, shaken, transformers
-from helpers.moe_models import experts_of, moe_of, step, tokens_of
+from helpers.moe_models import experts_of, moe_of, put_in_mxfp4, step, tokens_of
 
 SIZES = dict(intermediate_size=32)  # down_proj is square
 
@@ -23,19 +22,8 @@ def _quiet():
 
 
 def in_mxfp4():
-    model, g = moe_of("GptOss", **SIZES), torch.Generator().manual_seed(4)
-    headroom.patch(model, norms=False)
-    rules = {name: module.forward.args[1] for name, module in experts_of(model).items()}
-    headroom.unpatch(model)
-    for name, module in experts_of(model).items():
-        stacks = []
-        for stack in ("gate_up_proj", "down_proj"):
-            count, inputs, rows = getattr(module, stack).shape
-            shape = (count, rows, inputs // 32)
-            blocks = torch.randint(0, 256, (*shape, 16), generator=g, dtype=torch.uint8)
-            scales = torch.randint(121, 125, shape, generator=g, dtype=torch.uint8)
-            stacks.append(mxfp4_matrix(blocks, scales))
-        QuantizedExperts.take(module, rules[name], stacks)
+    model = moe_of("GptOss", **SIZES)
+    put_in_mxfp4(model)
     return model
 
 

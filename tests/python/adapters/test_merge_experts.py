@@ -211,6 +211,16 @@ def test_adapters_of_merged_experts():
     assert_same_bits(outputs(model), merged)
 
 
+def test_what_a_merge_has_kept_is_not_copied_by_a_second_one(monkeypatch):
+    model = adapted("Mixtral", targets=[])
+    headroom.merge(model)
+    headroom.lora(model, 4, experts=True, targets=[], name="second")
+    monkeypatch.setattr(
+        LoRAExperts, "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False
+    )
+    headroom.merge(model)
+
+
 def test_an_interrupted_call_changes_nothing():
     model = adapted("Mixtral", "nf4")
     before, modules = values(model), {*model.modules()}

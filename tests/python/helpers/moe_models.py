@@ -3,6 +3,9 @@
 import copy
 
 import torch
+from headroom.functional import mxfp4_matrix
+from headroom.nn import QuantizedExperts
+from headroom.patching.experts import found_experts
 
 from .hf_models import SIZES as _SIZES
 from .hf_models import TIGHT, transformers
@@ -65,6 +68,20 @@ def tokens_of(count=TOKENS, rows=2):
 def experts_of(model):
     """Returns the modules of experts of a model, by name."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed")}
+
+
+def put_in_mxfp4(model):
+    """Turns the experts of gpt-oss into such in MXFP4, whose codes are drawn."""
+    g = torch.Generator().manual_seed(4)
+    for module, rule in found_experts(model).items():
+        stacks = []
+        for name in rule.stacks:
+            count, inputs, rows = getattr(module, name).shape
+            shape = (count, rows, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=g, dtype=torch.uint8)
+            scales = torch.randint(121, 125, shape, generator=g, dtype=torch.uint8)
+            stacks.append(mxfp4_matrix(blocks, scales))
+        QuantizedExperts.take(module, rule, stacks)
 
 
 def in_float64(model):
