@@ -10,7 +10,7 @@ from helpers.hf_models import shaken
 from helpers.moe_models import moe_of, put_in_mxfp4
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("runtime")]
 STEPS = 3
 
 
